@@ -74,12 +74,12 @@ def load_checkpoint(
 
     seconds = time.perf_counter() - started
     logger.info(
-        "Loaded %s parameters, %.2f GB, from %s in %.1f s (%.2f GB/s)%s",
+        "Loaded %s parameters, %s, from %s in %.1f s (%s/s)%s",
         f"{parameter_count(params):,}",
-        total / 1e9,
+        human_bytes(total),
         directory,
         seconds,
-        total / 1e9 / seconds,
+        human_bytes(total / seconds),
         "".join(f"; skipped {count} {name} tensors" for name, count in sorted(skipped.items())),
     )
     return params
@@ -200,5 +200,10 @@ def load_or_make_params(
         return load_checkpoint(model, config=config)
     params = random_params(config, seed)
     jax.block_until_ready(params)
-    logger.info("Made %.2f GB of random weights on the device", parameter_bytes(params) / 1e9)
+    logger.info("Made %s of random weights on the device", human_bytes(parameter_bytes(params)))
     return params
+
+
+def human_bytes(count: float) -> str:
+    """Such as "8.41 GB" or "1.7 MB": decimal units, as link and memory speeds are given."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""What the model is (ModelConfig, from the checkpoint) and how to run it (EngineConfig, from the user).
+"""What the model is (ModelConfig, from the checkpoint) and how to run it (EngineConfig).
 
 Both are frozen and hashable, so that they can be static arguments of jitted functions, and both are
 checked once, when they are made. Environment variables are read here and nowhere else.
@@ -30,7 +30,7 @@ class ModelConfig:
     dtype: of weights, activations and the KV cache. The recurrent state is always float32.
     numerics: where values are rounded. "checkpoint" keeps what the checkpoint keeps in float32
         (A_log, the gated norm) and rounds once at the end of each fused operation; "transformers"
-        rounds wherever transformers 5.17 does, for parity tests.
+        rounds wherever transformers 5.17 does with its eager attention, for parity tests.
     """
 
     vocab_size: int

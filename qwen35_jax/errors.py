@@ -1,4 +1,4 @@
-"""The exceptions a user can cause. Each message names the thing that is wrong and what to do about it."""
+"""The exceptions a user can cause. Each message names what is wrong and what to do about it."""
 
 
 class ConfigError(ValueError):

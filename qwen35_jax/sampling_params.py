@@ -1,13 +1,17 @@
 """How one request's tokens are chosen and when it ends. Checked once, when it is made."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from qwen35_jax.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+# What the device's integers hold; the vocabulary is far smaller.
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class SamplingParams:
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_integer("top_k", self.top_k, low=-1)
+        _check_integer("top_k", self.top_k, low=-1, high=MAX_TOKEN_ID)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.seed is not None:
@@ -59,12 +63,12 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         if len(stop) > MAX_STOP_STRINGS:
-            _refuse("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+            _refuse("stop", len(stop), f"at most {MAX_STOP_STRINGS} strings")
         for text in stop:
             if not isinstance(text, str) or not text:
                 _refuse("stop", text, "non-empty strings")
         for token_id in self.stop_token_ids or ():
-            _check_integer("stop_token_ids", token_id, low=0)
+            _check_integer("stop_token_ids", token_id, low=0, high=MAX_TOKEN_ID)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
@@ -79,16 +83,19 @@ def _as_tuple(name: str, value: object) -> tuple:
         return ()
     if isinstance(value, list | tuple):
         return tuple(value)
-    return _refuse(name, value, "a list")
+    _refuse(name, value, "a list")
 
 
 def _check_number(
     name: str, value: object, *, low: float, high: float = math.inf, low_is_open: bool = False
 ) -> None:
     wanted = f"{'(' if low_is_open else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         _refuse(name, value, f"a number in {wanted}")
-    elif not low <= value <= high or (low_is_open and value == low):
+    # Not math.isfinite: it raises OverflowError for an integer that no float holds.
+    if not abs(value) <= sys.float_info.max:
+        _refuse(name, value, f"a number in {wanted}")
+    if not low <= value <= high or (low_is_open and value == low):
         _refuse(name, value, f"in {wanted}")
 
 
@@ -96,9 +103,9 @@ def _check_integer(name: str, value: object, *, low: int, high: int | None = Non
     wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(name, value, wanted)
-    elif value < low or (high is not None and value > high):
+    if value < low or (high is not None and value > high):
         _refuse(name, value, wanted)
 
 
-def _refuse(name: str, value: object, wanted: str) -> tuple:
+def _refuse(name: str, value: object, wanted: str) -> NoReturn:
     raise InvalidRequestError(f"{name} must be {wanted}, not {value!r}", param=name)

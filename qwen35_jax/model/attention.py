@@ -103,7 +103,8 @@ def causal_attention(
     """queries: [B, T, H, K] at `positions` [B, T], each sees cached positions up to its own.
 
     Returns [B, T, H, K] float32. Softmax is float32; probabilities are rounded to the model's dtype
-    before they meet the values, as in every flash attention.
+    before they meet the values, as in every flash attention. Strict numerics also round the scores,
+    before and after their scale, as transformers' eager attention does.
     """
     batch, length, heads, width = queries.shape
     groups = cache.keys.shape[2]
@@ -118,8 +119,13 @@ def causal_attention(
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        if config.strict:
+            scores = rounded(scores, config.dtype)
+        scores = scores * width**-0.5
+        if config.strict:
+            scores = rounded(scores, config.dtype)
         sees = jnp.arange(cache.keys.shape[1]) <= block_positions[:, None, None, :, None]
-        scores = jnp.where(sees, scores * width**-0.5, -jnp.inf)
+        scores = jnp.where(sees, scores, -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum(
             "bghts,bsgk->btghk",

@@ -1,0 +1,1 @@
+"""Measurements. Each module is a command: `python -m bench.NAME --help`."""

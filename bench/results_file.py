@@ -1,0 +1,65 @@
+"""The JSON that every benchmark leaves in bench/results: what ran, where, on what, and the rows."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors", "torch", "transformers", "triton")
+
+
+def write_results(
+    path: Path,
+    *,
+    name: str,
+    command: str,
+    model: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    commit: str | None = None,
+) -> None:
+    """Write one run. `commit` is git's own when None; device and versions are read here."""
+    content = {
+        "name": name,
+        "command": command,
+        "commit": commit or _git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        **_device(),
+        "versions": {package: _version(package) for package in PACKAGES}
+        | {"python": platform.python_version()},
+        "model": dict(model),
+        "flags": dict(flags),
+        "rows": [dict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _device() -> dict[str, str | None]:
+    import jax
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {"device": jax.devices()[0].device_kind, "driver": _output_of(query)}
+
+
+def _git_commit() -> str | None:
+    return _output_of(["git", "rev-parse", "HEAD"])
+
+
+def _output_of(command: list[str]) -> str | None:
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return finished.stdout.splitlines()[0].strip() if finished.stdout else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,266 @@
+"""A simple engine: takes what waits as one batch, runs it to its end, then takes the next.
+
+Rows of a batch share every step. A row that has finished rides along until the last one has.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen35_jax.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.model.cache import ModelState, init_state
+from qwen35_jax.model.transformer import Qwen35
+from qwen35_jax.sampler import Sampled, SamplingArrays, SamplingMode
+from qwen35_jax.step import Step
+
+# Prompt tokens in one prefill call, over all rows; bounds its activations.
+PREFILL_TOKENS = 8192
+MIN_PIECE = 16
+MIN_CAPACITY = 256
+
+
+@dataclass
+class Row:
+    """One running request. limit: tokens it may generate."""
+
+    request: Request
+    seed: int
+    limit: int
+    generated: int = 0
+    finished: bool = False
+
+
+@dataclass
+class Batch:
+    """The rows that run together and their device arrays. Rows beyond `rows` are padding."""
+
+    rows: list[Row]
+    state: ModelState
+    sampled: Sampled
+    options: SamplingArrays
+    mode: SamplingMode
+    with_logprobs: bool
+
+
+@dataclass
+class StaticBatchEngine:
+    """The Engine of engine/request.py by static batches.
+
+    max_model_len: prompt and output tokens of one sequence at most. stop_token_ids: the
+    checkpoint's own ends. vocabulary_size: ids at and above it are refused and never sampled.
+    seed: where the seeds of requests that bring none come from.
+    """
+
+    params: Qwen35
+    vocabulary_size: int
+    max_model_len: int
+    max_num_seqs: int
+    stop_token_ids: frozenset[int]
+    seed: int = 0
+    _waiting: deque[Row] = field(default_factory=deque)
+    _batch: Batch | None = None
+    _ended: list[TokenOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._seeds = random.Random(self.seed)
+        self._step = Step(self.params, self.vocabulary_size)
+
+    def submit(self, request: Request) -> None:
+        check_prompt(request.prompt_token_ids, self.vocabulary_size, self.max_model_len)
+        seed = request.params.seed
+        room = self.max_model_len - len(request.prompt_token_ids)
+        self._waiting.append(
+            Row(
+                request=request,
+                seed=self._seeds.getrandbits(64) if seed is None else seed,
+                limit=min(room, request.params.max_tokens or room),
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        running = self._batch.rows if self._batch else []
+        for row in [*self._waiting, *running]:
+            if row.request.request_id == request_id and not row.finished:
+                self._end_early(row, "abort")
+        self._waiting = deque(row for row in self._waiting if not row.finished)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._batch or self._ended)
+
+    def step(self) -> list[TokenOutput]:
+        outputs, self._ended = self._ended, []
+        if self._batch and all(row.finished for row in self._batch.rows):
+            self._batch = None
+        try:
+            if self._batch:
+                return outputs + self._decode(self._batch)
+            if self._waiting:
+                return outputs + self._start_batch()
+        except jax.errors.JaxRuntimeError as error:
+            # Most likely out of memory: these requests end, the engine goes on.
+            outputs += self._fail_batch(str(error).splitlines()[0])
+        return outputs
+
+    def close(self) -> None:
+        rows = [*self._waiting, *(self._batch.rows if self._batch else [])]
+        for row in rows:
+            if not row.finished:
+                self._end_early(row, "abort")
+        self._waiting.clear()
+        self._batch = None
+
+    def _start_batch(self) -> list[TokenOutput]:
+        count = min(len(self._waiting), self.max_num_seqs)
+        rows = [self._waiting.popleft() for _ in range(count)]
+        padded = _power_of_two(count)
+        capacity = max(len(row.request.prompt_token_ids) + row.limit for row in rows)
+        params = [row.request.params for row in rows]
+        batch = self._batch = Batch(
+            rows=rows,
+            state=init_state(
+                self.params.config, padded, max(MIN_CAPACITY, _power_of_two(capacity))
+            ),
+            sampled=Sampled(jnp.zeros((padded,), jnp.int32)),
+            options=_sampling_arrays(rows, padded),
+            mode=_sampling_mode(rows),
+            with_logprobs=any(one.logprobs is not None for one in params),
+        )
+        logits = self._prefill(batch, [row.request.prompt_token_ids for row in rows], padded)
+        batch.sampled = self._step.sample(
+            logits, batch.options, mode=batch.mode, with_logprobs=batch.with_logprobs
+        )
+        return self._collect(batch)
+
+    def _prefill(self, batch: Batch, prompts: list[tuple[int, ...]], padded: int) -> jax.Array:
+        longest = max(len(prompt) for prompt in prompts)
+        piece = min(_power_of_two(longest), max(MIN_PIECE, PREFILL_TOKENS // padded))
+        piece = max(MIN_PIECE, piece)
+        logits = jnp.zeros((padded, self.params.config.vocab_size), jnp.float32)
+        for start in range(0, longest, piece):
+            ids = np.zeros((padded, piece), np.int32)
+            lengths = np.zeros((padded,), np.int32)
+            for index, prompt in enumerate(prompts):
+                part = prompt[start : start + piece]
+                ids[index, : len(part)] = part
+                lengths[index] = len(part)
+            batch.state, logits = self._step.prefill(batch.state, logits, ids, lengths)
+        return logits
+
+    def _decode(self, batch: Batch) -> list[TokenOutput]:
+        batch.options = replace(batch.options, step=batch.options.step + 1)
+        batch.state, batch.sampled = self._step.decode(
+            batch.state,
+            batch.sampled.tokens,
+            batch.options,
+            mode=batch.mode,
+            with_logprobs=batch.with_logprobs,
+        )
+        return self._collect(batch)
+
+    def _collect(self, batch: Batch) -> list[TokenOutput]:
+        """Wait for the step's ids and hand them out. The only place that waits on the device."""
+        sampled: Sampled = jax.device_get(batch.sampled)
+        return [
+            self._advance(row, index, sampled)
+            for index, row in enumerate(batch.rows)
+            if not row.finished
+        ]
+
+    def _advance(self, row: Row, index: int, sampled: Sampled) -> TokenOutput:
+        params = row.request.params
+        token = int(sampled.tokens[index])
+        row.generated += 1
+        finish: FinishReason | None = None
+        ends = token in (params.stop_token_ids or ())
+        if ends or (token in self.stop_token_ids and not params.ignore_eos):
+            finish = "stop"
+        elif row.generated >= row.limit:
+            finish = "length"
+        row.finished = finish is not None
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = (_logprobs(sampled, index, params.logprobs),)
+        return TokenOutput(
+            request_id=row.request.request_id,
+            token_ids=(token,),
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_reason=token if finish == "stop" else None,
+        )
+
+    def _end_early(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
+        row.finished = True
+        self._ended.append(TokenOutput(row.request.request_id, finish_reason=reason, error=error))
+
+    def _fail_batch(self, reason: str) -> list[TokenOutput]:
+        for row in self._batch.rows if self._batch else []:
+            if not row.finished:
+                self._end_early(row, "error", f"the device failed: {reason}")
+        self._batch = None
+        outputs, self._ended = self._ended, []
+        return outputs
+
+
+def check_prompt(prompt: tuple[int, ...], vocabulary_size: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError for a prompt that can never run."""
+    if not prompt:
+        raise InvalidRequestError("prompt is empty: want at least one token", param="prompt")
+    if len(prompt) >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} tokens; with at least one to generate, the model's context "
+            f"holds {max_model_len}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    for token_id in prompt:
+        if not 0 <= token_id < vocabulary_size:
+            raise InvalidRequestError(
+                f"prompt holds token id {token_id}; the vocabulary has {vocabulary_size} ids",
+                param="prompt",
+            )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _sampling_mode(rows: list[Row]) -> SamplingMode:
+    params = [row.request.params for row in rows]
+    if all(one.greedy for one in params):
+        return "greedy"
+    if all(one.top_k == 0 and one.top_p == 1.0 and one.min_p == 0.0 for one in params):
+        return "unfiltered"
+    return "filtered"
+
+
+def _sampling_arrays(rows: list[Row], padded: int) -> SamplingArrays:
+    params = [row.request.params for row in rows]
+
+    def column(values: list[float], dtype: type) -> jax.Array:
+        return jnp.asarray(np.resize(np.asarray(values, dtype), (padded,)))
+
+    words = [[(row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF] for row in rows]
+    return SamplingArrays(
+        temperature=column([one.temperature for one in params], np.float32),
+        top_k=column([min(one.top_k, 2**31 - 1) for one in params], np.int32),
+        top_p=column([one.top_p for one in params], np.float32),
+        min_p=column([one.min_p for one in params], np.float32),
+        seed=jnp.asarray(np.resize(np.asarray(words, np.uint32), (padded, 2))),
+        step=jnp.zeros((padded,), jnp.int32),
+    )
+
+
+def _logprobs(sampled: Sampled, index: int, count: int) -> TokenLogprobs:
+    assert sampled.token_logprobs is not None
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    top = zip(sampled.top_ids[index, :count], sampled.top_logprobs[index, :count], strict=True)
+    return TokenLogprobs(
+        token=float(sampled.token_logprobs[index]),
+        top=tuple((int(token_id), float(logprob)) for token_id, logprob in top),
+    )

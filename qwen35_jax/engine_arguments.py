@@ -1,0 +1,81 @@
+"""The command-line options that every command which loads a model shares."""
+
+import argparse
+import logging
+from typing import get_args
+
+from qwen35_jax.config import Dtype, EngineConfig, LoadFormat, Numerics
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: bool = False) -> None:
+    """MODEL (also as --model) and the options of EngineConfig."""
+    model_help = "checkpoint directory or Hugging Face repository"
+    if model_required:
+        parser.add_argument("model", metavar="MODEL", help=model_help)
+    else:
+        model_help += " (default: the embedded model)"
+        parser.add_argument("model", nargs="?", metavar="MODEL", help=model_help)
+        parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="same as MODEL")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of prompt and answer together (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="COUNT",
+        default=EngineConfig.max_num_seqs,
+        help="requests that run at once; others wait (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *get_args(Dtype)),
+        default=EngineConfig.dtype,
+        help="type of weights and activations; auto is the checkpoint's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=get_args(LoadFormat),
+        default=EngineConfig.load_format,
+        help="dummy makes random weights and reads only the config (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--numerics",
+        choices=get_args(Numerics),
+        default=EngineConfig.numerics,
+        help="transformers rounds where that library does (default: %(default)s)",
+    )
+
+
+def add_seed_argument(parser: argparse.ArgumentParser, *, help: str) -> None:
+    parser.add_argument("--seed", type=int, default=EngineConfig.seed, help=help)
+
+
+def engine_config(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, seed: int
+) -> EngineConfig:
+    """What the options ask for. Exits through `parser` when the model is given twice."""
+    model_flag = getattr(arguments, "model_flag", None)
+    if arguments.model is not None and model_flag is not None:
+        parser.error("give the model once, as MODEL or as --model")
+    return EngineConfig(
+        model=arguments.model or model_flag,
+        load_format=arguments.load_format,
+        dtype=arguments.dtype,
+        numerics=arguments.numerics,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        seed=seed,
+    )
+
+
+def log_to_terminal() -> None:
+    """This project's progress messages and everyone's warnings, on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package = logging.getLogger("qwen35_jax")
+    package.handlers, package.propagate = [handler], False
+    package.setLevel(logging.INFO)

@@ -1,0 +1,144 @@
+"""`qwen35 generate`: complete prompts in the terminal, printing the text as it comes."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from qwen35_jax.engine_arguments import (
+    add_engine_arguments,
+    add_seed_argument,
+    engine_config,
+    log_to_terminal,
+)
+from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from qwen35_jax.llm import LLM
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qwen35 generate",
+        description="Complete prompts. The text goes to stdout as it comes, the rest to stderr.",
+    )
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to complete; repeat for more prompts (default: read stdin)",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt into the chat template as a user turn"
+    )
+    parser.add_argument(
+        "--disable-thinking", action="store_true", help="with --chat, answer without thoughts"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        help="tokens to generate at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="keep the likeliest tokens up to this probability (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        help="keep this many of the likeliest tokens; 0 keeps all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="keep tokens this likely relative to the best (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="go on past the model's own end tokens"
+    )
+    add_seed_argument(parser, help="seed of sampling and dummy weights (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.disable_thinking and not arguments.chat:
+        parser.error("--disable-thinking needs --chat")
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+        seed=arguments.seed,
+    )
+    config = engine_config(parser, arguments, seed=arguments.seed)
+    prompts = arguments.prompt or [_read_stdin()]
+    log_to_terminal()
+
+    from qwen35_jax.llm import LLM
+
+    with LLM.from_config(config) as llm:
+        print(llm.loaded.description, file=sys.stderr)
+        for number, prompt in enumerate(prompts, start=1):
+            if len(prompts) > 1:
+                print(f"--- prompt {number} of {len(prompts)}", file=sys.stderr)
+            if arguments.chat:
+                prompt = _as_chat(llm, prompt, thinking=not arguments.disable_thinking)
+            _complete(llm, prompt, params)
+    return 0
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt, then end with Ctrl-D:", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _as_chat(llm: "LLM", prompt: str, *, thinking: bool) -> str:
+    from qwen35_jax.chat_template import ChatTemplate
+
+    template = ChatTemplate.from_directory(llm.loaded.directory)
+    if template is None:
+        raise InvalidRequestError(f"{llm.loaded.directory} has no chat template; drop --chat")
+    return template.render([{"role": "user", "content": prompt}], enable_thinking=thinking)
+
+
+def _complete(llm: "LLM", prompt: str, params: SamplingParams) -> None:
+    started = time.perf_counter()
+    first = None
+    tokens = 0
+    finish = None
+    for delta in llm.stream(prompt, params):
+        first = first or time.perf_counter()
+        tokens += len(delta.token_ids)
+        finish = delta.finish_reason or finish
+        print(delta.text, end="", flush=True)
+    ended = time.perf_counter()
+    first = first or ended
+    print(flush=True)
+    rate = f", then {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 else ""
+    print(
+        f"[{tokens} tokens, {finish}; first after {first - started:.2f} s with compilation{rate}]",
+        file=sys.stderr,
+    )

@@ -1,0 +1,320 @@
+"""The model as a library: `LLM(model).generate(prompts)`, and what every door loads.
+
+from qwen35_jax import LLM, SamplingParams
+llm = LLM()
+for result in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
+    print(result.outputs[0].text)
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from qwen35_jax.checkpoint import human_bytes, load_or_make_params
+from qwen35_jax.config import EngineConfig, ModelConfig
+from qwen35_jax.default_model import DEFAULT_MODEL_NAME, default_model_directory
+from qwen35_jax.engine.request import Engine, Request, TokenLogprobs
+from qwen35_jax.engine.static_batch import StaticBatchEngine
+from qwen35_jax.engine.text_stream import TextDelta, TextStream
+from qwen35_jax.errors import ConfigError, InvalidRequestError
+from qwen35_jax.hub import resolve_model
+from qwen35_jax.model.transformer import Qwen35, parameter_bytes, parameter_count
+from qwen35_jax.outputs import CompletionOutput, RequestOutput
+from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine and what its door must know of the model.
+
+    directory: the checkpoint's local files. description: one line about the model and device.
+    """
+
+    engine: Engine
+    params: Qwen35
+    tokenizer: Tokenizer
+    directory: Path
+    max_model_len: int
+    model_name: str
+    description: str
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Load the model that `config` names and make an engine for it.
+
+    Raises ConfigError, CheckpointError or TokenizerError, each in one line.
+    """
+    import jax
+
+    if config.model is None:
+        directory, name = default_model_directory(), DEFAULT_MODEL_NAME
+    else:
+        directory, name = resolve_model(config.model), str(config.model)
+    model_config = model_config_of(directory, config)
+    tokenizer = Tokenizer.from_directory(directory)
+    if tokenizer.vocabulary_size > model_config.vocab_size:
+        raise ConfigError(
+            f"{directory}: the tokenizer has {tokenizer.vocabulary_size} ids, "
+            f"config.json's vocab_size is {model_config.vocab_size}"
+        )
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    if max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is over the checkpoint's max_position_embeddings "
+            f"{model_config.max_position_embeddings}"
+        )
+    params = load_or_make_params(
+        directory, model_config, load_format=config.load_format, seed=config.seed
+    )
+    engine = StaticBatchEngine(
+        params=params,
+        vocabulary_size=tokenizer.vocabulary_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        stop_token_ids=frozenset(model_config.eos_token_ids) | set(tokenizer.eos_token_ids),
+        seed=config.seed,
+    )
+    device = jax.devices()[0]
+    description = (
+        f"{name}: {parameter_count(params):,} parameters, {human_bytes(parameter_bytes(params))} "
+        f"in {model_config.dtype} on {device.device_kind}, context {max_model_len}"
+    )
+    return LoadedEngine(engine, params, tokenizer, directory, max_model_len, name, description)
+
+
+def model_config_of(directory: Path, config: EngineConfig) -> ModelConfig:
+    """The checkpoint's config with the user's dtype and numerics."""
+    model_config = ModelConfig.from_file(directory).replace(numerics=config.numerics)
+    return model_config if config.dtype == "auto" else model_config.replace(dtype=config.dtype)
+
+
+class LLM:
+    """A loaded model that generates text. Options are EngineConfig's; LLM() is the default model.
+
+    A context manager: leaving it, or close(), gives the device memory back.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any):
+        name = None if model is None else os.fspath(model)
+        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"unknown option {', '.join(unknown)}; there are "
+                f"{', '.join(EngineConfig.__dataclass_fields__)}"
+            )
+        self._open(EngineConfig(model=name, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLM":
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self._loaded: LoadedEngine | None = load_engine(config)
+        self._request_numbers = count()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the device memory back. The LLM can't be used after it."""
+        if self._loaded is not None:
+            self._loaded.engine.close()
+            self._loaded = None
+
+    @property
+    def loaded(self) -> LoadedEngine:
+        if self._loaded is None:
+            raise ConfigError("this LLM is closed; make a new one")
+        return self._loaded
+
+    @property
+    def params(self) -> Qwen35:
+        """The weights, a pytree for `forward`, `prefill` and `decode`."""
+        return self.loaded.params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids); results are in the prompts' order.
+
+        sampling_params: one for all, or one a prompt. A prompt that can't run gives a
+        RequestOutput with `error` set; the others are not affected.
+        """
+        prompts = _as_prompts(prompts)
+        params = _one_a_prompt(sampling_params, len(prompts))
+        engine = self.loaded.engine
+        results: dict[str, _Result] = {}
+        ordered: list[_Result] = []
+        for prompt, one in zip(prompts, params, strict=True):
+            result = _Result(f"request-{next(self._request_numbers)}", prompt, one, self.tokenizer)
+            ordered.append(result)
+            try:
+                result.token_ids = self._prompt_ids(prompt)
+                engine.submit(Request(result.request_id, tuple(result.token_ids), one))
+                results[result.request_id] = result
+            except InvalidRequestError as error:
+                result.error = str(error)
+        try:
+            self._run(results, use_tqdm)
+        finally:
+            for request_id in results:
+                engine.abort(request_id)
+        return [result.output() for result in ordered]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """Complete one prompt, giving the text as it comes. Closing the iterator ends the request.
+
+        Raises InvalidRequestError for a prompt that can't run, RuntimeError when the engine fails.
+        """
+        engine = self.loaded.engine
+        request_id = f"request-{next(self._request_numbers)}"
+        params = sampling_params or SamplingParams()
+        engine.submit(Request(request_id, tuple(self._prompt_ids(prompt)), params))
+        return self._deltas(request_id, TextStream(self.tokenizer, params))
+
+    def _deltas(self, request_id: str, text: TextStream) -> Iterator[TextDelta]:
+        engine = self.loaded.engine
+        try:
+            while engine.has_work() and not text.finished:
+                for output in engine.step():
+                    if output.request_id != request_id:
+                        continue
+                    if output.finish_reason == "error":
+                        raise RuntimeError(output.error)
+                    yield text.push(output)
+        finally:
+            engine.abort(request_id)
+
+    def _run(self, running: dict[str, "_Result"], use_tqdm: bool) -> None:
+        """Step the engine until every request has ended."""
+        engine = self.loaded.engine
+        ended = 0
+        with tqdm(total=len(running), desc="Generating", disable=not use_tqdm) as bar:
+            while ended < len(running) and engine.has_work():
+                for output in engine.step():
+                    result = running.get(output.request_id)
+                    if result is None or result.finished:
+                        continue
+                    delta = result.text.push(output)
+                    result.logprobs.extend(delta.logprobs or ())
+                    result.error = output.error
+                    if delta.finish_reason is None:
+                        continue
+                    result.last = delta
+                    ended += 1
+                    bar.update()
+                    if output.finish_reason is None:  # a stop string, which only the text shows
+                        engine.abort(output.request_id)
+
+    def _prompt_ids(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt is text or a list of token ids, not a mapping with "
+                f"{', '.join(map(str, prompt))}: attention masks and padding are not taken; "
+                "pass each sequence's own ids",
+                param="prompt",
+            )
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # a numpy or jax array
+        if not isinstance(prompt, Sequence) or not all(
+            isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt
+        ):
+            raise InvalidRequestError(
+                f"a prompt is text or a list of token ids, not {prompt!r:.80}", param="prompt"
+            )
+        return list(prompt)
+
+
+@dataclass
+class _Result:
+    """One prompt on its way to a RequestOutput."""
+
+    request_id: str
+    prompt: object
+    params: SamplingParams
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = TextStream(self.tokenizer, self.params)
+        self.logprobs: list[TokenLogprobs] = []
+        self.last: TextDelta | None = None
+        self.error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.last is not None
+
+    def output(self) -> RequestOutput:
+        outputs = []
+        if self.last is not None and self.last.finish_reason is not None and self.error is None:
+            completion = CompletionOutput(
+                index=0,
+                text=self.text.text,
+                token_ids=list(self.text.token_ids),
+                finish_reason=self.last.finish_reason,
+                stop_reason=self.last.stop_reason,
+                logprobs=None if self.params.logprobs is None else self.logprobs,
+            )
+            outputs.append(completion)
+        prompt = self.prompt if isinstance(self.prompt, str) else None
+        return RequestOutput(self.request_id, prompt, self.token_ids, outputs, self.error)
+
+
+def _as_prompts(prompts: object) -> list[Any]:
+    """One prompt or a list of them -> a list. A flat list of ints is one prompt of ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be text, token ids or a list of those, not {type(prompts).__name__}",
+            param="prompts",
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _one_a_prompt(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * prompts
+    if len(sampling_params) != prompts:
+        raise InvalidRequestError(
+            f"sampling_params has {len(sampling_params)} entries for {prompts} prompts",
+            param="sampling_params",
+        )
+    return list(sampling_params)
