@@ -15,7 +15,7 @@ from bench.results_file import write_results
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.load", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench.load", description="How fast a checkpoint loads.")
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory")
     parser.add_argument("--repeats", type=int, default=2, help="loads (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_RESIDUAL_MATRICES = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -22,7 +24,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-LOGIT_STD = 1.5
+# As the class initialises it: initializer_range times the square root of the width.
+LOGIT_STD = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -161,6 +164,10 @@ def _randomise_text(torch: Any, model: Any) -> None:
             parameter.normal_(0.0, 0.5)
         elif parameter.dim() == 1:
             parameter.normal_(0.0, 0.3)
+        elif name.endswith(_RESIDUAL_MATRICES) and not name.startswith("layers.0.linear_attn"):
+            # GPT-2's initialisation, all but the first: rounding noise then grows over the layers
+            # as little as it does with trained weights, instead of swamping what is compared.
+            parameter.mul_((2 * text.config.num_hidden_layers) ** -0.5)
     # The final norm's output has unit scale; tied or not, this is the matrix it meets.
     model.get_output_embeddings().weight.normal_(0.0, LOGIT_STD * hidden_size**-0.5)
 

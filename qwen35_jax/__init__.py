@@ -27,7 +27,16 @@ _HOME = {
     "save_checkpoint": "qwen35_jax.checkpoint_writer",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 __version__ = "0.1.0"
 
 

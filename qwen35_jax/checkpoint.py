@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from tqdm import tqdm
 
 from qwen35_jax.checkpoint_files import DTYPES, StoredTensor, open_checkpoint_files
@@ -146,14 +148,14 @@ def _assemble(parts: list[jax.Array], *, forms: tuple[Form, ...], dtype: np.dtyp
     return joined.astype(dtype)
 
 
-def named_parameters(params: Qwen35) -> list[tuple[str, jax.Array]]:
+def named_parameters(params: nnx.Module) -> list[tuple[str, jax.Array]]:
     """Each parameter with its path, such as ("layers.0.mlp.gate_up", array)."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     # The last key is the one inside nnx.Param.
     return [(".".join(_key_name(key) for key in keys[:-1]), leaf) for keys, leaf in flat]
 
 
-def _key_name(key: object) -> str:
+def _key_name(key: Any) -> str:
     return str(key.idx) if isinstance(key, jax.tree_util.SequenceKey) else str(key).lstrip(".")
 
 
@@ -169,7 +171,7 @@ def random_params(config: ModelConfig, seed: int = 0) -> Qwen35:
     Every one-dimensional parameter is random too, so that a wrong use of it shows.
     """
 
-    def make(index: int, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def make(index: int, path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), index)
         kind = path.rsplit(".", 1)[-1]
         return _random_leaf(key, kind=kind, shape=leaf.shape, dtype=np.dtype(leaf.dtype))

@@ -109,6 +109,7 @@ class ModelConfig:
         layer_types = _layer_types(text)
         head_dim = _required(text, "head_dim")
         theta, rotary_dim = _rope(text, head_dim)
+        copied: dict[str, Any] = {name: _required(text, name) for name in _COPIED}
         return cls(
             layer_types=layer_types,
             head_dim=head_dim,
@@ -118,7 +119,7 @@ class ModelConfig:
             rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
             eos_token_ids=_token_ids("eos_token_id", text.get("eos_token_id")),
             dtype=_checkpoint_dtype(fields, text),
-            **{name: _required(text, name) for name in _COPIED},
+            **copied,
         )
 
     def replace(self, **changes: Any) -> "ModelConfig":
@@ -343,10 +344,12 @@ def _checkpoint_dtype(fields: Mapping[str, Any], text: Mapping[str, Any]) -> Any
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token_id in ids:
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids: list[int] = []
+    for token_id in given:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
             raise ConfigError(f"{name} must be a token id or a list of them, not {value!r}")
+        ids.append(token_id)
     return tuple(ids)
 
 

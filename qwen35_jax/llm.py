@@ -243,7 +243,7 @@ class LLM:
                 param="prompt",
             )
         if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()  # a numpy or jax array
+            prompt = prompt.tolist()  # pyright: ignore[reportAttributeAccessIssue]  (an array)
         if not isinstance(prompt, Sequence) or not all(
             isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt
         ):

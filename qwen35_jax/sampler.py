@@ -61,7 +61,9 @@ def sample(
     tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     if mode != "greedy":
         is_greedy = options.temperature == 0.0
-        scaled = allowed / jnp.where(is_greedy, 1.0, options.temperature)[:, None]
+        # Relative to the best, so that a tiny temperature can't overflow to NaN.
+        relative = allowed - jnp.max(allowed, axis=-1, keepdims=True)
+        scaled = relative / jnp.where(is_greedy, 1.0, options.temperature)[:, None]
         noise = gumbel_noise(options.seed, options.step, logits.shape[-1])
         draw = _draw_filtered if mode == "filtered" else _draw
         tokens = jnp.where(is_greedy, tokens, draw(scaled, noise, options))

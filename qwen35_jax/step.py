@@ -5,6 +5,7 @@ over a list. The model state is donated: the caller's copy is gone after the cal
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ class Step:
 
 
 def _prefill(
-    structure: jax.tree_util.PyTreeDef,
+    structure: Any,
     leaves: list[Array],
     *,
     state: ModelState,
@@ -83,7 +84,7 @@ def _prefill(
 
 
 def _decode(
-    structure: jax.tree_util.PyTreeDef,
+    structure: Any,
     vocabulary_size: int,
     leaves: list[Array],
     *,

@@ -63,7 +63,7 @@ def main() -> int:
                 greedy.append(int(token))
             keep(f"{name}.greedy", torch.cat(steps))
             results[f"{name}.tokens"] = np.array(greedy[:-1], np.int32)
-    np.savez(arguments.output, **results)
+    np.savez(arguments.output, **results)  # pyright: ignore[reportArgumentType]
     return 0
 
 

@@ -148,7 +148,9 @@ class StaticBatchEngine:
                 part = prompt[start : start + piece]
                 ids[index, : len(part)] = part
                 lengths[index] = len(part)
-            batch.state, logits = self._step.prefill(batch.state, logits, ids, lengths)
+            batch.state, logits = self._step.prefill(
+                batch.state, logits, jnp.asarray(ids), jnp.asarray(lengths)
+            )
         return logits
 
     def _decode(self, batch: Batch) -> list[TokenOutput]:
@@ -246,13 +248,19 @@ def _sampling_arrays(rows: list[Row], padded: int) -> SamplingArrays:
 
     words = [[(row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF] for row in rows]
     return SamplingArrays(
-        temperature=column([one.temperature for one in params], np.float32),
+        temperature=column([_float32_temperature(one.temperature) for one in params], np.float32),
         top_k=column([min(one.top_k, 2**31 - 1) for one in params], np.int32),
         top_p=column([one.top_p for one in params], np.float32),
         min_p=column([one.min_p for one in params], np.float32),
         seed=jnp.asarray(np.resize(np.asarray(words, np.uint32), (padded, 2))),
         step=jnp.zeros((padded,), jnp.int32),
     )
+
+
+def _float32_temperature(temperature: float) -> float:
+    """Zero stays (greedy); anything else stays a normal float32."""
+    limits = np.finfo(np.float32)
+    return min(max(temperature, float(limits.tiny)), float(limits.max)) if temperature else 0.0
 
 
 def _logprobs(sampled: Sampled, index: int, count: int) -> TokenLogprobs:

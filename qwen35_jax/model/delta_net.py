@@ -102,9 +102,9 @@ def causal_conv(
     length, width = x.shape[1], weight.shape[1]
     inputs = jnp.concatenate([window, x], axis=1)
     taps = weight.astype(jnp.float32)
-    out = sum(
-        inputs[:, tap : tap + length].astype(jnp.float32) * taps[:, tap] for tap in range(width)
-    )
+    out = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):
+        out += inputs[:, tap : tap + length].astype(jnp.float32) * taps[:, tap]
     if config.strict:
         out = rounded(out, config.dtype)
     out = rounded(jax.nn.silu(out), config.dtype)

@@ -112,10 +112,13 @@ def hidden_states(
     new_layers: list[AttentionCache | DeltaNetState] = []
     for layer, layer_state in zip(params.layers, state.layers, strict=True):
         h = rms_norm(x, value_of(layer.input_norm), config.rms_norm_eps)
-        if isinstance(layer_state, AttentionCache):
-            h, layer_state = layer.mixer(h, layer_state, positions, valid, rope)
+        mixer = layer.mixer
+        if isinstance(mixer, GatedAttention):
+            assert isinstance(layer_state, AttentionCache)
+            h, layer_state = mixer(h, layer_state, positions, valid, rope)
         else:
-            h, layer_state = layer.mixer(h, layer_state, valid, lengths)
+            assert isinstance(layer_state, DeltaNetState)
+            h, layer_state = mixer(h, layer_state, valid, lengths)
         x = add(x, h)
         h = rms_norm(x, value_of(layer.mlp_norm), config.rms_norm_eps)
         x = add(x, layer.mlp(h))

@@ -1,0 +1,1 @@
+"""Kernels, one file each: maths, reference, kernel, where it is supported, public op."""

@@ -1,0 +1,225 @@
+"""`qwen35 serve`: load a model and serve it over HTTP until a signal says to stop."""
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from qwen35_jax.config import EngineConfig
+from qwen35_jax.engine.request import Engine
+from qwen35_jax.engine.thread import EngineThread
+from qwen35_jax.engine_arguments import (
+    add_engine_arguments,
+    add_seed_argument,
+    engine_config,
+    log_to_terminal,
+)
+from qwen35_jax.errors import USER_ERRORS, ConfigError
+from qwen35_jax.tokenizer import Tokenizer
+from serve.app import create_app
+from serve.config import ServeConfig
+from serve.engine_client import EngineClient
+
+# Longer than clients keep an idle connection, so that it is they who end it.
+IDLE_CONNECTION_SECONDS = 75
+# How long a client may take to read the end of its stream when the server stops.
+LAST_READ_SECONDS = 2
+
+
+class LoadedEngine(Protocol):
+    """What the loader returns. description: one line about the model and what it runs on."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+
+
+def load_real_engine(config: EngineConfig) -> LoadedEngine:
+    """Load the model. The only place here that brings in jax."""
+    from qwen35_jax.llm import load_engine
+
+    return load_engine(config)
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    load: Callable[[EngineConfig], LoadedEngine] = load_real_engine,
+) -> int:
+    """Run the command; returns its exit code: 0 after a signal, 2 for what the user can mend."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    log_to_terminal()
+    # Until the server has handlers of its own, while the model loads.
+    previous = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        config = engine_config(parser, arguments, seed=arguments.seed)
+        _load_and_serve(arguments, partial(load, config))
+    except KeyboardInterrupt:
+        return 0
+    except USER_ERRORS as error:
+        print(f"qwen35 serve: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qwen35 serve",
+        description="Serve a model over an OpenAI-compatible HTTP API.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_engine_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what requests call the model (default: the model's own name)",
+    )
+    add_seed_argument(
+        parser,
+        help="seed of requests that bring none, and of dummy weights (default: %(default)s)",
+    )
+    return parser
+
+
+def _load_and_serve(arguments: argparse.Namespace, load: Callable[[], LoadedEngine]) -> None:
+    # Bound before loading, which takes long, only to find the port taken.
+    with _bind(arguments.host, arguments.port) as listener:
+        loaded = load()
+        with EngineThread(loaded.engine) as thread:
+            config = ServeConfig(
+                host=arguments.host,
+                port=listener.getsockname()[1],
+                served_model_name=arguments.served_model_name or loaded.model_name,
+            )
+            client = EngineClient(thread)
+            app = create_app(
+                config=config,
+                client=client,
+                tokenizer=loaded.tokenizer,
+                max_model_len=loaded.max_model_len,
+            )
+            _listen(listener, config)
+            ready_message = f"{loaded.description}\n{_how_to_use(config)}"
+            Server(app, config, client, ready_message).run(sockets=[listener])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, not {port}")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    return listener
+
+
+def _listen(listener: socket.socket, config: ServeConfig) -> None:
+    # Two servers may bind one port while neither listens: the later one finds out here.
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _cannot_listen(config.host, config.port, error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return ConfigError(
+        f"can't listen on {host} port {port}: {reason}; choose another with --host and --port"
+    )
+
+
+def _how_to_use(config: ServeConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{config.port}"
+    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 32})
+    return (
+        f"Ready: {config.served_model_name} at {url}\n"
+        f"Try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+class Server(uvicorn.Server):
+    """Stops on the first signal: when streams have ended, drain_seconds are over or a second comes.
+
+    Streams still open then end as "abort"; connections whose client does not read that are cut.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, client: EngineClient, ready_message: str):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+                # Only for tasks that hang; the others have ended by then.
+                timeout_graceful_shutdown=math.ceil(config.drain_seconds) + 2 * LAST_READ_SECONDS,
+            )
+        )
+        self._client = client
+        self._drain_seconds = config.drain_seconds
+        self._ready_message = ready_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not the inherited one: it has the signal raised again after a clean stop.
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_streams)
+        self.should_exit = True
+        self._client.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        print(self._ready_message, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._client.drain()
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
+        await super().shutdown(sockets)
+
+    def _end_streams(self) -> None:
+        self._client.abort_all()
+        asyncio.get_running_loop().call_later(LAST_READ_SECONDS, self._cut_connections)
+
+    def _cut_connections(self) -> None:
+        # uvicorn would cancel their tasks and log that as failures, and uvloop can't be closed
+        # while a connection has bytes to write.
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

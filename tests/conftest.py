@@ -1,0 +1,40 @@
+"""What every test runs under: JAX on the CPU, no network, a cache of its own."""
+
+import os
+
+# Before any import of jax, which reads it once.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# A failure on one machine is a failure on every other: no random seeds, no time limits.
+settings.register_profile("deterministic", derandomize=True, deadline=None)
+settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QWEN35_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_network() -> Iterator[None]:
+    """Connections to other machines fail; those to this one are what server tests use."""
+    real_connect = socket.socket.connect
+
+    def connect(self: socket.socket, address: Any) -> None:
+        local = self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost")
+        assert local, f"a test tried to reach {address[0]}"
+        real_connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect)
+        yield
