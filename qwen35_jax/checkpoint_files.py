@@ -114,6 +114,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map object")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or os.path.basename(shard) != shard:
+        is_name = isinstance(shard, str) and os.path.basename(shard) == shard
+        if not is_name or shard in ("", ".", ".."):
             raise CheckpointError(f"{path}: the shard of {name} is no file name: {shard!r}")
     return weight_map

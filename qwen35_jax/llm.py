@@ -49,6 +49,15 @@ class LoadedEngine:
     model_name: str
     description: str
 
+    def warm_up(self) -> None:
+        """Compile what a short request needs, greedy and sampled, so that the first is quick."""
+        logger.info("Compiling for the first requests ...")
+        for number, temperature in enumerate((0.0, 1.0)):
+            params = SamplingParams(temperature=temperature, max_tokens=2, ignore_eos=True)
+            self.engine.submit(Request(f"warm-up-{number}", (0,), params))
+            while self.engine.has_work():
+                self.engine.step()
+
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """Load the model that `config` names and make an engine for it.

@@ -55,7 +55,9 @@ def load_real_engine(config: EngineConfig) -> LoadedEngine:
     """Load the model. The only place here that brings in jax."""
     from qwen35_jax.llm import load_engine
 
-    return load_engine(config)
+    loaded = load_engine(config)
+    loaded.warm_up()
+    return loaded
 
 
 def main(

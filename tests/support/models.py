@@ -10,6 +10,7 @@ import numpy as np
 from qwen35_jax.checkpoint import named_parameters
 from qwen35_jax.checkpoint_names import TensorSlot, tensor_slots
 from qwen35_jax.config import Dtype, LayerType, ModelConfig, Numerics
+from qwen35_jax.model.attention import GatedAttention
 from qwen35_jax.model.cache import AttentionCache, DeltaNetState, ModelState, init_state
 from qwen35_jax.model.layers import rope_tables
 from qwen35_jax.model.transformer import DecoderLayer, Qwen35
@@ -104,8 +105,10 @@ def run_mixer(
     batch, length, _ = x.shape
     positions = jnp.broadcast_to(start + jnp.arange(length), (batch, length))
     valid = jnp.ones((batch, length), bool)
-    if isinstance(state, AttentionCache):
+    if isinstance(layer.mixer, GatedAttention):
+        assert isinstance(state, AttentionCache)
         return layer.mixer(x, state, positions, valid, rope_tables(positions, layer.config))
+    assert isinstance(state, DeltaNetState)
     return layer.mixer(x, state, valid, None)
 
 
@@ -124,3 +127,14 @@ def relative_error(actual: jax.Array | np.ndarray, expected: np.ndarray) -> floa
     """Largest absolute difference over the largest expected magnitude."""
     difference = np.abs(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
     return float(difference.max() / np.abs(expected).max())
+
+
+def assert_same_params(actual: Qwen35, expected: Qwen35) -> None:
+    """Configs, dtypes and every bit."""
+    assert actual.config == expected.config
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, one), (_, other) in zip(
+        named_parameters(actual), named_parameters(expected), strict=True
+    ):
+        assert one.dtype == other.dtype, path
+        np.testing.assert_array_equal(one, other, err_msg=path)
