@@ -121,8 +121,6 @@ def test_older_field_names_are_read() -> None:
     assert (config.rope_theta, config.rotary_dim, config.dtype) == (1e7, 64, "float32")
 
 
-# ------------------------------------------------------------------------------------ refusals
-
 UNSUPPORTED: dict[str, tuple[Fields, tuple[str, ...]]] = {
     "experts": (with_text(num_experts=128), ("num_experts", "128")),
     "experts a token": (with_text(num_experts_per_tok=8), ("num_experts_per_tok", "8")),
@@ -324,9 +322,6 @@ def test_any_value_in_any_field_works_or_is_a_config_error(data: st.DataObject, 
         assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-# --------------------------------------------------------------------------------------- files
-
-
 def write(directory: Path, content: object, name: str = "config.json") -> Path:
     path = directory / name
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -394,9 +389,6 @@ def test_directory_named_like_the_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_file(tmp_path)
-
-
-# ------------------------------------------------------------------------- engine, environment
 
 
 def test_engine_defaults_are_valid() -> None:

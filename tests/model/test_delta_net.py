@@ -54,9 +54,6 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-# ------------------------------------------------------------------------------- convolution
-
-
 def test_last_tap_meets_the_current_token(config: ModelConfig) -> None:
     channels = 5
     x, weight = _normal(1, 6, channels), _normal(channels, 4, seed=1)
@@ -100,9 +97,6 @@ def test_resuming_with_few_tokens_equals_the_whole(
     assert relative_error(jnp.concatenate(outputs, axis=1), np.asarray(whole)) <= 1e-5
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(whole_state), strict=True):
         assert relative_error(one, np.asarray(other)) <= 1e-5
-
-
-# ------------------------------------------------------------------------- inside the mixer
 
 
 def _rule_inputs(
@@ -183,7 +177,7 @@ def test_gated_norm_weight_is_plain_and_its_gate_comes_after(
 def test_permuted_value_heads_change_the_output(
     layer: DecoderLayer, config: ModelConfig, fresh: DeltaNetState
 ) -> None:
-    """Head order matters on both sides: moved alone the output changes, moved with W_o it doesn't."""
+    """Head order matters: moved alone the output changes, moved with W_o it doesn't."""
     mixer = layer.mixer
     assert isinstance(mixer, GatedDeltaNet)
     heads, width = config.linear_num_value_heads, config.linear_value_head_dim

@@ -1,0 +1,75 @@
+"""Write the README's tables from the JSON in bench/results: `python -m bench.readme_tables`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(with_tables(text), encoding="utf-8")
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """`text` with what stands between each pair of markers made anew."""
+    for name, make in {"accuracy": _accuracy, "load": _load}.items():
+        run = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        block = f"<!-- {name} -->\n{make(run)}\n<!-- /{name} -->"
+        text, count = re.subn(
+            f"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise SystemExit(f"README.md has {count} blocks named {name}, not one")
+    return text
+
+
+def _where(run: dict[str, Any]) -> str:
+    return (
+        f"{run['device']}, jax {run['versions']['jax']}, {run['date']}: `{run['command']}`, "
+        f"[bench/results/{run['name']}.json](bench/results/{run['name']}.json)."
+    )
+
+
+def _accuracy(run: dict[str, Any]) -> str:
+    lines = [
+        f"{run['model']['config'].removesuffix('.json')} at full size ({run['model']['weights']}) "
+        f"against {', '.join(run['flags']['reference'])}; {_where(run)}",
+        "",
+        "| prompt tokens | compared | steps | same token | regret | mean | p99 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in run["rows"]:
+        stage = "end of the prompt" if row["stage"] == "prompt" else "greedy continuation"
+        lines.append(
+            f"| {row['prompt_tokens']} | {stage} | {row['positions']} | {row['same_tokens']} "
+            f"| {row['regret']:.3f} | {row['mean']:.3f} | {row['p99']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _load(run: dict[str, Any]) -> str:
+    lines = [
+        _where(run),
+        "",
+        "| load | seconds | GB/s | weights | device peak | host memory, own |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in run["rows"]:
+        peak = row["device_peak_bytes"]
+        lines.append(
+            f"| {row['load']} | {row['seconds']:.1f} | {row['gb_per_s']:.1f} "
+            f"| {row['weight_bytes'] / 1e9:.2f} GB | {peak / 1e9 if peak else 0:.2f} GB "
+            f"| {row['host_own_bytes'] / 1e9:.2f} GB |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
