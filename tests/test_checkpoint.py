@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qwen35_jax import checkpoint
 from qwen35_jax.checkpoint import (
     load_checkpoint,
     load_or_make_params,
@@ -67,6 +68,16 @@ def test_published_layout_loads(
     assert f"{parameter_count(params):,} parameters" in line
     assert "skipped 3 vision tensors" in line
     assert "skipped 2 multi-token prediction tensors" in line
+
+
+@pytest.mark.parametrize("slice_bytes", [100, 1000, 10_000])
+def test_tensors_sent_in_slices_load_the_same(
+    slice_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of one row, of several rows with a rest, and of some tensors only."""
+    monkeypatch.setattr(checkpoint, "SLICE_BYTES", slice_bytes)
+    params = load(write_published_layout(tmp_path, "ratio3_untied"))
+    assert_same_params(params, tiny_params("ratio3_untied", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("name", ["ratio2_tied", "ratio3_untied"])
@@ -203,7 +214,7 @@ def test_parameters_outlive_their_file(tmp_path: Path) -> None:
 
 
 def test_random_params_have_the_loaded_shapes_and_dtypes(tmp_path: Path) -> None:
-    loaded = load(write_published_layout(tmp_path, "ratio3_untied"))
+    loaded = load(write_published_layout(tmp_path, NAME))
     made = random_params(loaded.config)
     assert jax.tree.structure(made) == jax.tree.structure(loaded)
     for (path, one), (_, other) in zip(

@@ -11,7 +11,17 @@ from qwen35_jax.model.attention import GatedAttention, causal_attention, write_t
 from qwen35_jax.model.cache import AttentionCache
 from qwen35_jax.model.layers import apply_rope, rope_tables
 from qwen35_jax.model.transformer import DecoderLayer
-from tests.support.models import layer_state, relative_error, run_mixer, tiny_config, tiny_params
+from tests.support.models import (
+    COMPILE_FAST,
+    layer_state,
+    relative_error,
+    run_mixer,
+    tiny_config,
+    tiny_params,
+)
+
+jit_mixer = jax.jit(run_mixer, compiler_options=COMPILE_FAST)
+jit_attention = jax.jit(causal_attention, static_argnames="config", compiler_options=COMPILE_FAST)
 
 NAME = "ratio2_tied"
 FULL_LAYER = 3
@@ -60,7 +70,7 @@ def test_neighbouring_query_heads_share_a_key_head(config: ModelConfig) -> None:
     q = _normal(2, 5, config.num_attention_heads, config.head_dim)
     cache = _random_cache(config, 2, 12)
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
-    out = causal_attention(jnp.asarray(q), cache, jnp.asarray(positions), config)
+    out = jit_attention(jnp.asarray(q), cache, jnp.asarray(positions), config)
     assert relative_error(out, _reference(q, cache, positions)) <= 1e-5
 
 
@@ -69,7 +79,7 @@ def test_keys_after_a_query_do_not_reach_it(config: ModelConfig) -> None:
     cache, positions = _random_cache(config, 1, 8), jnp.arange(4)[None]
     later = AttentionCache(cache.keys.at[:, 4:].set(1e4), cache.values.at[:, 4:].set(1e4))
     np.testing.assert_array_equal(
-        causal_attention(q, cache, positions, config), causal_attention(q, later, positions, config)
+        jit_attention(q, cache, positions, config), jit_attention(q, later, positions, config)
     )
 
 
@@ -80,9 +90,11 @@ def test_query_blocks_equal_one_block(
     q = jnp.asarray(_normal(2, length, config.num_attention_heads, config.head_dim))
     cache = _random_cache(config, 2, 30)
     positions = jnp.stack([jnp.arange(length), 11 + jnp.arange(length)])
-    whole = causal_attention(q, cache, positions, config)
+    whole = jit_attention(q, cache, positions, config)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
-    blocks = causal_attention(q, cache, positions, config)
+    # Not through jit_attention, which has a program with the real block size.
+    attend = jax.jit(lambda q, cache, positions: causal_attention(q, cache, positions, config))
+    blocks = attend(q, cache, positions)
     assert blocks.shape == whole.shape
     assert relative_error(blocks, np.asarray(whole)) <= 1e-6
 
@@ -95,7 +107,7 @@ def test_projection_holds_each_heads_query_then_its_gate(
     assert isinstance(mixer, GatedAttention)
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     x = _normal(1, 1, config.hidden_size)
-    out, _ = run_mixer(
+    out, _ = jit_mixer(
         layer, jnp.asarray(x), layer_state(config, "full_attention", batch=1, capacity=1)
     )
     projected = x[0, 0].astype(np.float64) @ np.asarray(mixer.qkv[...], np.float64)
@@ -113,7 +125,7 @@ def test_cache_holds_normed_and_turned_keys_and_raw_values(
     assert isinstance(mixer, GatedAttention)
     groups, width = config.num_key_value_heads, config.head_dim
     x = jnp.asarray(_normal(1, 3, config.hidden_size))
-    _, cache = run_mixer(
+    _, cache = jit_mixer(
         layer, x, layer_state(config, "full_attention", batch=1, capacity=9), start=4
     )
     assert isinstance(cache, AttentionCache)
@@ -147,8 +159,8 @@ def test_strict_numerics_round_the_scores(config: ModelConfig) -> None:
     q = jnp.asarray(_normal(1, 3, config.num_attention_heads, config.head_dim), jnp.bfloat16)
     cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _random_cache(config, 1, 3))
     positions, half = jnp.arange(3)[None], config.replace(dtype="bfloat16")
-    default = causal_attention(q, cache, positions, half)
-    strict = causal_attention(q, cache, positions, half.replace(numerics="transformers"))
+    default = jit_attention(q, cache, positions, half)
+    strict = jit_attention(q, cache, positions, half.replace(numerics="transformers"))
     # A lone token's weight is 1 whatever its score is rounded to.
     np.testing.assert_array_equal(default[:, 0], strict[:, 0])
     assert np.any(np.asarray(default[:, 1:]) != np.asarray(strict[:, 1:]))

@@ -29,7 +29,7 @@ SHORT = 130
 # Each length without padding is a compilation, so one model takes most of them. One capacity for
 # all lets the prompts and the continued pieces share them.
 LENGTHS_UNPADDED = {"ratio2_tied": (1, 2, 3, 8, 9, 63, 64, 65, 70, 257)}
-OTHER_LENGTHS_UNPADDED = (2, 65)
+OTHER_LENGTHS_UNPADDED = (2,)
 CAPACITY = 268
 
 fast_jit = partial(jax.jit, compiler_options=COMPILE_FAST)

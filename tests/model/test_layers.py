@@ -26,11 +26,11 @@ def _normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def test_norm_weight_is_an_offset_from_one() -> None:
-    x, offset = _normal(3, 16), 0.3 * _normal(16, seed=1)
-    wide = x.astype(np.float64)
+    x, offset = jnp.asarray(_normal(3, 16)), 0.3 * jnp.asarray(_normal(16, seed=1))
+    wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-    assert relative_error(rms_norm(x, offset, 1e-6), normed * (1 + offset)) <= 1e-6
-    assert relative_error(rms_norm(x, np.zeros_like(offset), 1e-6), normed) <= 1e-6
+    assert relative_error(rms_norm(x, offset, 1e-6), normed * (1 + np.asarray(offset))) <= 1e-6
+    assert relative_error(rms_norm(x, jnp.zeros_like(offset), 1e-6), normed) <= 1e-6
 
 
 def test_norm_offset_is_added_in_float32() -> None:

@@ -39,16 +39,26 @@ def tiny_config(
 
 
 def tiny_params(
-    name: str, *, dtype: Dtype = "float32", numerics: Numerics = "checkpoint"
+    name: str,
+    *,
+    dtype: Dtype = "float32",
+    numerics: Numerics = "checkpoint",
+    layers: int | None = None,
 ) -> Qwen35:
-    """The model whose outputs tests/golden/model_{name}.npz records."""
+    """The model whose outputs tests/golden/model_{name}.npz records, or its first `layers`."""
     weights = tiny_models.tiny_weights(tiny_models.TINY_CONFIGS[name])
     config = tiny_config(name, dtype=dtype, numerics=numerics)
+    config = config.replace(layer_types=config.layer_types[:layers])
     return filled(Qwen35(config), tensor_slots(config), weights)
 
 
-def real_layer(kind: LayerKind, *, dtype: Dtype, numerics: Numerics) -> DecoderLayer:
-    """One layer of 4B size with the weights behind tests/golden/real_layers.npz."""
+def real_layer(
+    kind: LayerKind, weights: dict[str, np.ndarray], *, dtype: Dtype, numerics: Numerics
+) -> DecoderLayer:
+    """One layer of 4B size with the weights behind tests/golden/real_layers.npz.
+
+    weights: what tiny_models.real_layer_weights(kind) gives.
+    """
     config = ModelConfig.from_dict(tiny_models.real_layer_config())
     config = config.replace(dtype=dtype, numerics=numerics)
     prefix = f"layers.{config.layer_types.index(kind)}."
@@ -62,16 +72,13 @@ def real_layer(kind: LayerKind, *, dtype: Dtype, numerics: Numerics) -> DecoderL
         for slot in tensor_slots(config)
         if slot.name.startswith(prefix)
     ]
-    return filled(DecoderLayer(config, kind), slots, tiny_models.real_layer_weights(kind))
+    return filled(DecoderLayer(config, kind), slots, weights)
 
 
 def filled[Module: (Qwen35, DecoderLayer)](
     abstract: Module, slots: list[TensorSlot], weights: dict[str, np.ndarray]
 ) -> Module:
-    """`abstract` with its shapes replaced by arrays joined in numpy, apart from the loader's code.
-
-    Each weight is taken out of `weights` when it is used, so that few copies live at once.
-    """
+    """`abstract` with arrays for its shapes, joined in numpy, apart from the loader's code."""
     parts: dict[str, list[TensorSlot]] = defaultdict(list)
     for slot in slots:
         parts[slot.path].append(slot)
@@ -85,7 +92,7 @@ def filled[Module: (Qwen35, DecoderLayer)](
 def _joined(slots: list[TensorSlot], weights: dict[str, np.ndarray]) -> np.ndarray:
     columns = []
     for slot in slots:
-        weight = weights.pop(slot.name)
+        weight = weights[slot.name]
         if slot.form == "transposed":
             weight = weight.T
         elif slot.form == "squeezed":

@@ -1,0 +1,126 @@
+"""Engines on tiny models for tests that run many: compiled fast, and once a process."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from qwen35_jax.checkpoint_names import tensor_slots
+from qwen35_jax.config import EngineConfig, ModelConfig
+from qwen35_jax.engine.request import Engine, Request, TokenOutput
+from qwen35_jax.engine.static_batch import StaticBatchEngine
+from qwen35_jax.llm import LLM, LoadedEngine
+from qwen35_jax.model.transformer import Qwen35
+from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.step import Step
+from tests.support.checkpoints import LONG_PREFIX, write_config, write_shards
+from tests.support.models import filled
+from tests.support.tiny_models import TINY_CONFIGS, is_stored_float32, tiny_weights
+from tests.support.tiny_tokenizer import END_OF_TEXT_ID, write_tiny_tokenizer
+
+Outputs = dict[str, list[TokenOutput]]
+
+# A Step keeps no state between calls, so that fresh engines may share its compiled programs.
+shared_step = cache(Step)
+
+
+@contextmanager
+def fast_compilation() -> Iterator[None]:
+    """Compiling takes longer than running here: leave most of XLA's optimisations out."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def two_layer_config() -> dict[str, Any]:
+    """config.json of a model with one delta layer and one full-attention layer."""
+    config = copy.deepcopy(TINY_CONFIGS["ratio2_tied"])
+    config["text_config"] |= {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    }
+    return config
+
+
+@cache
+def two_layer_params() -> Qwen35:
+    """In float32. Its logits' standard deviation is about 2.5."""
+    fields = two_layer_config()
+    config = ModelConfig.from_dict(fields).replace(dtype="float32")
+    return filled(Qwen35(config), tensor_slots(config), tiny_weights(fields))
+
+
+def write_two_layer_checkpoint(directory: Path) -> Path:
+    """The same kind of model as files, with the tiny tokenizer."""
+    config = two_layer_config()
+    config["text_config"] |= {"vocab_size": 384, "eos_token_id": END_OF_TEXT_ID}
+    write_config(directory, config)
+    tensors = {
+        LONG_PREFIX + name: weight if is_stored_float32(name) else weight.astype(ml_dtypes.bfloat16)
+        for name, weight in tiny_weights(config).items()
+    }
+    write_shards(directory, tensors)
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+@cache
+def default_llm() -> LLM:
+    """An LLM on the embedded default model: the same for every caller, who leaves it open."""
+    llm = LLM()
+    engine = llm.loaded.engine
+    assert isinstance(engine, StaticBatchEngine)
+    engine._step = shared_step(llm.params, engine.vocabulary_size)
+    return llm
+
+
+def default_reopened(config: EngineConfig) -> LoadedEngine:
+    """In the place of load_engine: the default model with a fresh engine as `config` asks for."""
+    loaded = default_llm().loaded
+    old = loaded.engine
+    assert isinstance(old, StaticBatchEngine)
+    engine = StaticBatchEngine(
+        params=loaded.params,
+        vocabulary_size=old.vocabulary_size,
+        max_model_len=config.max_model_len or old.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        stop_token_ids=old.stop_token_ids,
+        seed=config.seed,
+    )
+    engine._step = shared_step(loaded.params, old.vocabulary_size)
+    return replace(loaded, engine=engine, max_model_len=engine.max_model_len)
+
+
+def request(request_id: str, prompt: tuple[int, ...], **params: Any) -> Request:
+    """Greedy, and past the checkpoint's stop ids, unless `params` say otherwise."""
+    options = {"temperature": 0.0, "ignore_eos": True} | params
+    return Request(request_id, prompt, SamplingParams(**options))
+
+
+def run(engine: Engine, *requests: Request) -> Outputs:
+    """Submit them all, then step until nothing is left; the outputs by request."""
+    for one in requests:
+        engine.submit(one)
+    outputs: Outputs = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def ids_of(outputs: list[TokenOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
