@@ -61,7 +61,8 @@ def engine_config(
     if arguments.model is not None and model_flag is not None:
         parser.error("give the model once, as MODEL or as --model")
     return EngineConfig(
-        model=arguments.model or model_flag,
+        # Not `or`: an empty name, of an unset shell variable, is refused and not the default model.
+        model=model_flag if arguments.model is None else arguments.model,
         load_format=arguments.load_format,
         dtype=arguments.dtype,
         numerics=arguments.numerics,

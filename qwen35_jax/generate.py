@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = arguments.prompt or [_read_stdin()]
     log_to_terminal()
 
-    from qwen35_jax.llm import LLM
+    from qwen35_jax.llm import LLM, GenerationError
 
     with LLM.from_config(config) as llm:
         print(llm.loaded.description, file=sys.stderr)
@@ -105,14 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"--- prompt {number} of {len(prompts)}", file=sys.stderr)
             if arguments.chat:
                 prompt = _as_chat(llm, prompt, thinking=not arguments.disable_thinking)
-            _complete(llm, prompt, params)
+            try:
+                _complete(llm, prompt, params)
+            except GenerationError as error:
+                print(f"qwen35 generate: error: {error}", file=sys.stderr)
+                return 1
     return 0
 
 
 def _read_stdin() -> str:
     if sys.stdin.isatty():
         print("Type the prompt, then end with Ctrl-D:", file=sys.stderr)
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the prompt on stdin is not {error.encoding} text") from None
 
 
 def _as_chat(llm: "LLM", prompt: str, *, thinking: bool) -> str:

@@ -8,18 +8,20 @@ for result in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tok
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tqdm import tqdm
 
 from qwen35_jax.checkpoint import human_bytes, load_or_make_params
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.default_model import DEFAULT_MODEL_NAME, default_model_directory
-from qwen35_jax.engine.request import Engine, Request, TokenLogprobs
+from qwen35_jax.engine.request import Engine, Request, TokenLogprobs, TokenOutput
 from qwen35_jax.engine.static_batch import StaticBatchEngine
 from qwen35_jax.engine.text_stream import TextDelta, TextStream
 from qwen35_jax.errors import ConfigError, InvalidRequestError
@@ -32,6 +34,10 @@ from qwen35_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+
+
+class GenerationError(RuntimeError):
+    """The engine failed while it ran a request, most likely for want of device memory."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self._loaded: LoadedEngine | None = load_engine(config)
         self._request_numbers = count()
+        # Outputs of open streams that they have not taken yet.
+        self._streams: dict[str, deque[TokenOutput]] = {}
 
     def __enter__(self) -> "LLM":
         return self
@@ -178,17 +186,19 @@ class LLM:
         engine = self.loaded.engine
         results: dict[str, _Result] = {}
         ordered: list[_Result] = []
-        for prompt, one in zip(prompts, params, strict=True):
-            result = _Result(f"request-{next(self._request_numbers)}", prompt, one, self.tokenizer)
-            ordered.append(result)
-            try:
-                result.token_ids = self._prompt_ids(prompt)
-                engine.submit(Request(result.request_id, tuple(result.token_ids), one))
-                results[result.request_id] = result
-            except InvalidRequestError as error:
-                result.error = str(error)
         try:
-            self._run(results, use_tqdm)
+            for prompt, one in zip(prompts, params, strict=True):
+                request_id = f"request-{next(self._request_numbers)}"
+                result = _Result(request_id, prompt, one, self.tokenizer)
+                ordered.append(result)
+                try:
+                    result.token_ids = self._prompt_ids(prompt)
+                    results[request_id] = result
+                    engine.submit(Request(request_id, tuple(result.token_ids), one))
+                except InvalidRequestError as error:
+                    results.pop(request_id, None)
+                    result.error = str(error)
+            self._run(engine, results, use_tqdm)
         finally:
             for request_id in results:
                 engine.abort(request_id)
@@ -199,34 +209,50 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete one prompt, giving the text as it comes. Closing the iterator ends the request.
 
-        Raises InvalidRequestError for a prompt that can't run, RuntimeError when the engine fails.
+        Several streams may be open at once, and generate() may run between their deltas.
+
+        Raises InvalidRequestError for a prompt that can't run, GenerationError (from the iterator)
+        when the engine fails.
         """
-        engine = self.loaded.engine
-        request_id = f"request-{next(self._request_numbers)}"
-        params = sampling_params or SamplingParams()
-        engine.submit(Request(request_id, tuple(self._prompt_ids(prompt)), params))
-        return self._deltas(request_id, TextStream(self.tokenizer, params))
+        (params,) = _one_a_prompt(sampling_params, 1)
+        ids = tuple(self._prompt_ids(prompt))
+        request = Request(f"request-{next(self._request_numbers)}", ids, params)
+        deltas = self._deltas(self.loaded.engine, request, TextStream(self.tokenizer, params))
+        # A generator that was never started would not run its `finally` when it is closed.
+        next(deltas)
+        return deltas
 
-    def _deltas(self, request_id: str, text: TextStream) -> Iterator[TextDelta]:
-        engine = self.loaded.engine
+    def _deltas(self, engine: Engine, request: Request, text: TextStream) -> Iterator[TextDelta]:
+        """Submit, then give an empty delta; after it those of the text."""
+        engine.submit(request)
+        outputs = self._streams[request.request_id] = deque()
         try:
-            while engine.has_work() and not text.finished:
-                for output in engine.step():
-                    if output.request_id != request_id:
-                        continue
-                    if output.finish_reason == "error":
-                        raise RuntimeError(output.error)
-                    yield text.push(output)
+            yield TextDelta()
+            while not text.finished and (outputs or engine.has_work()):
+                if not outputs:
+                    self._step(engine)
+                    continue
+                output = outputs.popleft()
+                if output.finish_reason == "error":
+                    raise GenerationError(output.error)
+                yield text.push(output)
         finally:
-            engine.abort(request_id)
+            del self._streams[request.request_id]
+            engine.abort(request.request_id)
 
-    def _run(self, running: dict[str, "_Result"], use_tqdm: bool) -> None:
+    def _step(self, engine: Engine) -> list[TokenOutput]:
+        """Step the engine. Open streams get their outputs, the caller the others."""
+        others: list[TokenOutput] = []
+        for output in engine.step():
+            self._streams.get(output.request_id, others).append(output)
+        return others
+
+    def _run(self, engine: Engine, running: dict[str, "_Result"], use_tqdm: bool) -> None:
         """Step the engine until every request has ended."""
-        engine = self.loaded.engine
         ended = 0
         with tqdm(total=len(running), desc="Generating", disable=not use_tqdm) as bar:
             while ended < len(running) and engine.has_work():
-                for output in engine.step():
+                for output in self._step(engine):
                     result = running.get(output.request_id)
                     if result is None or result.finished:
                         continue
@@ -253,13 +279,13 @@ class LLM:
             )
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()  # pyright: ignore[reportAttributeAccessIssue]  (an array)
-        if not isinstance(prompt, Sequence) or not all(
-            isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt
+        if not _is_list(prompt) or not all(
+            isinstance(token_id, Integral) and not isinstance(token_id, bool) for token_id in prompt
         ):
             raise InvalidRequestError(
                 f"a prompt is text or a list of token ids, not {prompt!r:.80}", param="prompt"
             )
-        return list(prompt)
+        return [int(token_id) for token_id in prompt]
 
 
 @dataclass
@@ -304,14 +330,19 @@ def _as_prompts(prompts: object) -> list[Any]:
         return [prompts]
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise InvalidRequestError(
             f"prompts must be text, token ids or a list of those, not {type(prompts).__name__}",
             param="prompts",
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    # bytes are a sequence of integers too, but hardly meant as token ids.
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _one_a_prompt(
@@ -321,6 +352,14 @@ def _one_a_prompt(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * prompts
+    if not _is_list(sampling_params) or not all(
+        isinstance(one, SamplingParams) for one in sampling_params
+    ):
+        raise InvalidRequestError(
+            "sampling_params must be a SamplingParams, or a list with one for each prompt, not "
+            f"{sampling_params!r:.80}",
+            param="sampling_params",
+        )
     if len(sampling_params) != prompts:
         raise InvalidRequestError(
             f"sampling_params has {len(sampling_params)} entries for {prompts} prompts",

@@ -57,13 +57,16 @@ def sample(
     Greedy rows (temperature 0) take the lowest id among the likeliest. Log-probabilities are the
     raw model's over all of V.
     """
-    allowed = jnp.where(jnp.arange(logits.shape[-1]) < vocabulary_size, logits, -jnp.inf)
+    is_token = jnp.arange(logits.shape[-1]) < vocabulary_size
+    allowed = jnp.where(is_token, logits, -jnp.inf)
     tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     if mode != "greedy":
         is_greedy = options.temperature == 0.0
         # Relative to the best, so that a tiny temperature can't overflow to NaN.
         relative = allowed - jnp.max(allowed, axis=-1, keepdims=True)
         scaled = relative / jnp.where(is_greedy, 1.0, options.temperature)[:, None]
+        # Masked again: XLA may multiply by the reciprocal, and -inf times one that is 0 is NaN.
+        scaled = jnp.where(is_token, scaled, -jnp.inf)
         noise = gumbel_noise(options.seed, options.step, logits.shape[-1])
         draw = _draw_filtered if mode == "filtered" else _draw
         tokens = jnp.where(is_greedy, tokens, draw(scaled, noise, options))

@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--steps must be at least 1, not {arguments.steps}")
     if arguments.load_format != "auto":
         raise ConfigError("--load-format dummy has no checkpoint to compare: use auto")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must be at least 0, not {arguments.seed}")
+    if arguments.json and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
+        raise ConfigError(f"--json {arguments.json}: want a file in a directory that exists")
     _require_reference(arguments.reference_python)
     config = engine_config(parser, arguments, seed=arguments.seed)
     log_to_terminal()

@@ -88,22 +88,26 @@ class StaticBatchEngine:
             if row.request.request_id == request_id and not row.finished:
                 self._end_early(row, "abort")
         self._waiting = deque(row for row in self._waiting if not row.finished)
+        self._drop_finished_batch()
 
     def has_work(self) -> bool:
         return bool(self._waiting or self._batch or self._ended)
 
     def step(self) -> list[TokenOutput]:
         outputs, self._ended = self._ended, []
-        if self._batch and all(row.finished for row in self._batch.rows):
-            self._batch = None
+        if self._batch is None and not self._waiting:
+            return outputs
+        rows = self._batch.rows if self._batch else self._take_waiting()
         try:
-            if self._batch:
-                return outputs + self._decode(self._batch)
-            if self._waiting:
-                return outputs + self._start_batch()
+            outputs += self._decode(self._batch) if self._batch else self._start_batch(rows)
         except jax.errors.JaxRuntimeError as error:
             # Most likely out of memory: these requests end, the engine goes on.
-            outputs += self._fail_batch(str(error).splitlines()[0])
+            for row in rows:
+                if not row.finished:
+                    self._end_early(row, "error", f"the device failed: {_first_line(error)}")
+            outputs, self._ended = outputs + self._ended, []
+            self._batch = None
+        self._drop_finished_batch()
         return outputs
 
     def close(self) -> None:
@@ -114,10 +118,17 @@ class StaticBatchEngine:
         self._waiting.clear()
         self._batch = None
 
-    def _start_batch(self) -> list[TokenOutput]:
+    def _take_waiting(self) -> list[Row]:
         count = min(len(self._waiting), self.max_num_seqs)
-        rows = [self._waiting.popleft() for _ in range(count)]
-        padded = _power_of_two(count)
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def _drop_finished_batch(self) -> None:
+        """Give its device memory back now, not when the next request comes."""
+        if self._batch and all(row.finished for row in self._batch.rows):
+            self._batch = None
+
+    def _start_batch(self, rows: list[Row]) -> list[TokenOutput]:
+        padded = _power_of_two(len(rows))
         capacity = max(len(row.request.prompt_token_ids) + row.limit for row in rows)
         params = [row.request.params for row in rows]
         batch = self._batch = Batch(
@@ -199,14 +210,6 @@ class StaticBatchEngine:
         row.finished = True
         self._ended.append(TokenOutput(row.request.request_id, finish_reason=reason, error=error))
 
-    def _fail_batch(self, reason: str) -> list[TokenOutput]:
-        for row in self._batch.rows if self._batch else []:
-            if not row.finished:
-                self._end_early(row, "error", f"the device failed: {reason}")
-        self._batch = None
-        outputs, self._ended = self._ended, []
-        return outputs
-
 
 def check_prompt(prompt: tuple[int, ...], vocabulary_size: int, max_model_len: int) -> None:
     """Raise InvalidRequestError for a prompt that can never run."""
@@ -225,6 +228,10 @@ def check_prompt(prompt: tuple[int, ...], vocabulary_size: int, max_model_len: i
                 f"prompt holds token id {token_id}; the vocabulary has {vocabulary_size} ids",
                 param="prompt",
             )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _power_of_two(count: int) -> int:
