@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     from qwen35_jax.model.transformer import parameter_bytes, parameter_count
 
     device = jax.devices()[0]
+    jax.block_until_ready(jax.numpy.zeros(()))
+    before = _own_bytes()
+    print(f"host memory of the process with the device ready: {before or 0:,} bytes", flush=True)
     rows = []
     model = {}
     for number in range(1, arguments.repeats + 1):
@@ -46,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             # Counts mapped file pages as well as the process's own memory.
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "host_own_bytes": _own_bytes(),
+            "host_own_bytes_before": before,
         }
         rows.append(row)
         model = {"path": Path(arguments.model).name, "parameters": parameter_count(params)}

@@ -58,7 +58,7 @@ def _load(run: dict[str, Any]) -> str:
     lines = [
         _where(run),
         "",
-        "| load | seconds | GB/s | weights | device peak | host memory, own |",
+        "| load | seconds | GB/s | weights | device peak | host memory that loading adds |",
         "|---|---|---|---|---|---|",
     ]
     for row in run["rows"]:
@@ -66,7 +66,7 @@ def _load(run: dict[str, Any]) -> str:
         lines.append(
             f"| {row['load']} | {row['seconds']:.1f} | {row['gb_per_s']:.1f} "
             f"| {row['weight_bytes'] / 1e9:.2f} GB | {peak / 1e9 if peak else 0:.2f} GB "
-            f"| {row['host_own_bytes'] / 1e9:.2f} GB |"
+            f"| {(row['host_own_bytes'] - row['host_own_bytes_before']) / 1e9:.2f} GB |"
         )
     return "\n".join(lines)
 

@@ -35,9 +35,6 @@ from qwen35_jax.model.transformer import Qwen35, parameter_bytes, parameter_coun
 
 logger = logging.getLogger(__name__)
 
-# A tensor goes to the device in slices: the host's pinned memory for transfers grows with them.
-SLICE_BYTES = 128 * 2**20
-
 
 def load_checkpoint(
     model: str | os.PathLike[str],
@@ -68,19 +65,14 @@ def load_checkpoint(
     ) as bar:
         for path, group in groupby(slots, key=lambda slot: slot.path):
             members = list(group)
-            slices = [
-                (part, slot.form)
-                for slot in members
-                for part in _row_slices(tensors[slot.name].array())
-            ]
+            arrays = [tensors[slot.name].array() for slot in members]
             # A CPU device would otherwise keep the file's own pages as the weight.
-            parts = [jax.device_put(part, may_alias=False) for part, _ in slices]
-            forms = tuple(form for _, form in slices)
+            parts = [jax.device_put(array, may_alias=False) for array in arrays]
+            forms = tuple(slot.form for slot in members)
             leaves[path] = _assemble(parts, forms=forms, dtype=dtypes[path])
-            # One parameter in flight: transfers pass through pinned host memory.
-            jax.block_until_ready(leaves[path])
-            bar.update(sum(part.nbytes for part, _ in slices))
+            bar.update(sum(array.nbytes for array in arrays))
     params = _fill(config, leaves)
+    jax.block_until_ready(params)
 
     seconds = time.perf_counter() - started
     logger.info(
@@ -146,21 +138,13 @@ def _mismatches(tensor: StoredTensor, slot: TensorSlot) -> list[str]:
     return problems
 
 
-def _row_slices(array: np.ndarray) -> list[np.ndarray]:
-    """Views of the rows, each of at most SLICE_BYTES, or of one row that is larger."""
-    rows = max(1, SLICE_BYTES * len(array) // max(array.nbytes, 1))
-    return [array[start : start + rows] for start in range(0, len(array), rows)]
-
-
 @partial(jax.jit, static_argnames=("forms", "dtype"))
 def _assemble(parts: list[jax.Array], *, forms: tuple[Form, ...], dtype: np.dtype) -> jax.Array:
     shaped = [
         part.T if form == "transposed" else part[:, 0] if form == "squeezed" else part
         for part, form in zip(parts, forms, strict=True)
     ]
-    # What stood in rows of a stored matrix stands in columns once it is transposed.
-    axis = -1 if forms[0] == "transposed" else 0
-    joined = shaped[0] if len(shaped) == 1 else jnp.concatenate(shaped, axis=axis)
+    joined = shaped[0] if len(shaped) == 1 else jnp.concatenate(shaped, axis=-1)
     return joined.astype(dtype)
 
 

@@ -70,16 +70,6 @@ def test_published_layout_loads(
     assert "skipped 2 multi-token prediction tensors" in line
 
 
-@pytest.mark.parametrize("slice_bytes", [100, 1000, 10_000])
-def test_tensors_sent_in_slices_load_the_same(
-    slice_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slices of one row, of several rows with a rest, and of some tensors only."""
-    monkeypatch.setattr(checkpoint, "SLICE_BYTES", slice_bytes)
-    params = load(write_published_layout(tmp_path, "ratio3_untied"))
-    assert_same_params(params, tiny_params("ratio3_untied", dtype="bfloat16"))
-
-
 @pytest.mark.parametrize("name", ["ratio2_tied", "ratio3_untied"])
 def test_bare_layout_loads(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "qwen35_jax")
