@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qwen35_jax import checkpoint
 from qwen35_jax.checkpoint import (
     load_checkpoint,
     load_or_make_params,
