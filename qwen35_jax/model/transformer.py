@@ -9,6 +9,8 @@
     logits, state = decode(params, logits.argmax(-1), state)
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,6 +36,31 @@ from qwen35_jax.model.layers import (
 )
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Where a call's new tokens stand, the same for every layer.
+
+    positions: [B, T] int32. valid: [B, T] bool, false for padding. lengths: [B] int32, each row's
+    valid tokens, or None when all are. rope: the tables of rope_tables.
+    """
+
+    positions: Array
+    valid: Array
+    lengths: Array | None
+    rope: tuple[Array, Array]
+
+
+def place_tokens(
+    config: ModelConfig, position: Array, length: int, lengths: Array | None = None
+) -> Tokens:
+    """`length` tokens a row after `position` [B]."""
+    steps = jnp.arange(length)
+    positions = position[:, None] + steps
+    valid = steps < (length if lengths is None else lengths[:, None])
+    valid = jnp.broadcast_to(valid, positions.shape)
+    return Tokens(positions, valid, lengths, rope_tables(positions, config))
+
+
 class DecoderLayer(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream is in the model's dtype."""
 
@@ -45,6 +72,24 @@ class DecoderLayer(nnx.Module):
         )
         self.mlp_norm = parameter((config.hidden_size,), config.dtype)
         self.mlp = MLP(config)
+
+    def __call__(
+        self,
+        x: Array,
+        state: AttentionCache | DeltaNetState,
+        tokens: Tokens,
+    ) -> tuple[Array, AttentionCache | DeltaNetState]:
+        """x: [B, T, D] -> [B, T, D] and the layer's new state."""
+        epsilon = self.config.rms_norm_eps
+        h = rms_norm(x, value_of(self.input_norm), epsilon)
+        if isinstance(self.mixer, GatedAttention):
+            assert isinstance(state, AttentionCache)
+            h, state = self.mixer(h, state, tokens.positions, tokens.valid, tokens.rope)
+        else:
+            assert isinstance(state, DeltaNetState)
+            h, state = self.mixer(h, state, tokens.valid, tokens.lengths)
+        x = add(x, h)
+        return add(x, self.mlp(rms_norm(x, value_of(self.mlp_norm), epsilon))), state
 
 
 class Qwen35(nnx.Module):
@@ -96,34 +141,14 @@ def hidden_states(
     params: Qwen35, ids: Array, state: ModelState, *, lengths: Array | None = None
 ) -> tuple[Array, ModelState]:
     """As `prefill`, but returns the final norm's output at every position, [B, T, D]."""
-    config = params.config
-    batch, length = ids.shape
-    steps = jnp.arange(length)
-    positions = state.position[:, None] + steps
-    if lengths is None:
-        valid = jnp.ones((batch, length), bool)
-        advance: Array | int = length
-    else:
-        valid = steps < lengths[:, None]
-        advance = lengths
-
+    tokens = place_tokens(params.config, state.position, ids.shape[1], lengths)
     x = jnp.take(value_of(params.embed), ids, axis=0)
-    rope = rope_tables(positions, config)
     new_layers: list[AttentionCache | DeltaNetState] = []
     for layer, layer_state in zip(params.layers, state.layers, strict=True):
-        h = rms_norm(x, value_of(layer.input_norm), config.rms_norm_eps)
-        mixer = layer.mixer
-        if isinstance(mixer, GatedAttention):
-            assert isinstance(layer_state, AttentionCache)
-            h, layer_state = mixer(h, layer_state, positions, valid, rope)
-        else:
-            assert isinstance(layer_state, DeltaNetState)
-            h, layer_state = mixer(h, layer_state, valid, lengths)
-        x = add(x, h)
-        h = rms_norm(x, value_of(layer.mlp_norm), config.rms_norm_eps)
-        x = add(x, layer.mlp(h))
+        x, layer_state = layer(x, layer_state, tokens)
         new_layers.append(layer_state)
-    hidden = rms_norm(x, value_of(params.norm), config.rms_norm_eps)
+    hidden = rms_norm(x, value_of(params.norm), params.config.rms_norm_eps)
+    advance = ids.shape[1] if lengths is None else lengths
     return hidden, ModelState(position=state.position + advance, layers=tuple(new_layers))
 
 
