@@ -40,11 +40,13 @@ def load_checkpoint(
     model: str | os.PathLike[str],
     *,
     config: ModelConfig | None = None,
+    mtp: bool = False,
     progress: bool = True,
 ) -> Qwen35:
     """The parameters of a local checkpoint directory or hub id, on the default device.
 
     config: use this instead of the directory's config.json, for another dtype or numerics.
+    mtp: load the multi-token prediction layer too, as `params.mtp`.
     Raises ConfigError for a model this engine doesn't implement, CheckpointError for damaged files
     and for tensors that are missing, doubled, unexpected or wrongly shaped, all in one message.
     """
@@ -54,12 +56,12 @@ def load_checkpoint(
     if config is None:
         config = ModelConfig.from_file(directory)
     started = time.perf_counter()
-    slots = tensor_slots(config)
+    slots = tensor_slots(config, mtp=mtp)
     tensors, skipped = match_tensors(directory, slots)
     total = sum(tensors[slot.name].array().nbytes for slot in slots)
 
     leaves: dict[str, jax.Array] = {}
-    dtypes = {path: leaf.dtype for path, leaf in named_parameters(Qwen35(config))}
+    dtypes = {path: leaf.dtype for path, leaf in named_parameters(Qwen35(config, mtp=mtp))}
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
     ) as bar:
@@ -71,7 +73,7 @@ def load_checkpoint(
             forms = tuple(slot.form for slot in members)
             leaves[path] = _assemble(parts, forms=forms, dtype=dtypes[path])
             bar.update(sum(array.nbytes for array in arrays))
-    params = _fill(config, leaves)
+    params = fill_parameters(Qwen35(config, mtp=mtp), leaves)
     jax.block_until_ready(params)
 
     seconds = time.perf_counter() - started
@@ -101,8 +103,8 @@ def match_tensors(
     for file in open_checkpoint_files(directory):
         file.will_need_all()
         for tensor in file.tensors:
-            group = skipped_group(tensor.name)
             name = bare_name(tensor.name)
+            group = None if name in wanted else skipped_group(tensor.name)
             if group is None and name == HEAD and HEAD not in wanted:
                 group = "tied head"
             if group is not None:
@@ -159,8 +161,8 @@ def _key_name(key: Any) -> str:
     return str(key.idx) if isinstance(key, jax.tree_util.SequenceKey) else str(key).lstrip(".")
 
 
-def _fill(config: ModelConfig, leaves: dict[str, jax.Array]) -> Qwen35:
-    abstract = Qwen35(config)
+def fill_parameters(abstract: Qwen35, leaves: dict[str, jax.Array]) -> Qwen35:
+    """The module with `leaves`, by path, in place of its shapes."""
     paths = [path for path, _ in named_parameters(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[path] for path in paths])
 
@@ -176,8 +178,9 @@ def random_params(config: ModelConfig, seed: int = 0) -> Qwen35:
         kind = path.rsplit(".", 1)[-1]
         return _random_leaf(key, kind=kind, shape=leaf.shape, dtype=np.dtype(leaf.dtype))
 
-    abstract = named_parameters(Qwen35(config))
-    return _fill(config, {path: make(i, path, leaf) for i, (path, leaf) in enumerate(abstract)})
+    abstract = Qwen35(config)
+    named = enumerate(named_parameters(abstract))
+    return fill_parameters(abstract, {path: make(i, path, leaf) for i, (path, leaf) in named})
 
 
 @partial(jax.jit, static_argnames=("kind", "shape", "dtype"))

@@ -8,15 +8,16 @@ A checkpoint stores linear weights as [out, in], one projection a tensor. The mo
 from dataclasses import dataclass
 from typing import Literal
 
-from qwen35_jax.config import ModelConfig
+from qwen35_jax.config import LayerType, ModelConfig
 
 Form = Literal["transposed", "as stored", "squeezed"]
 
 LONG_PREFIX = "model.language_model."
 SHORT_PREFIX = "model."
 HEAD = "lm_head.weight"
-# Parts of the multimodal checkpoint that the text model has no use for.
-SKIPPED_PREFIXES = {"model.visual.": "vision", "mtp.": "multi-token prediction"}
+MTP_PREFIX = "mtp."
+# Parts of the multimodal checkpoint that are skipped where they aren't asked for.
+SKIPPED_PREFIXES = {"model.visual.": "vision", MTP_PREFIX: "multi-token prediction"}
 
 
 @dataclass(frozen=True)
@@ -34,40 +35,58 @@ class TensorSlot:
     form: Form = "as stored"
 
 
-def tensor_slots(config: ModelConfig) -> list[TensorSlot]:
-    """Every tensor of the text model, in the order that published files have them."""
+def tensor_slots(config: ModelConfig, *, mtp: bool = False) -> list[TensorSlot]:
+    """Every tensor of the text model, in the order that published files have them.
+
+    mtp: those of the multi-token prediction layer too.
+    """
     width = config.hidden_size
     slots = [TensorSlot("embed_tokens.weight", (config.vocab_size, width), "embed")]
     for index, layer_type in enumerate(config.layer_types):
-        layer = f"layers.{index}"
-        slots.append(TensorSlot(f"{layer}.input_layernorm.weight", (width,), f"{layer}.input_norm"))
-        mixer = _attention if layer_type == "full_attention" else _delta_net
-        slots += mixer(config, layer)
-        slots.append(
-            TensorSlot(f"{layer}.post_attention_layernorm.weight", (width,), f"{layer}.mlp_norm")
-        )
-        slots += _mlp(config, layer)
+        slots += _layer(config, layer_type, f"layers.{index}", f"layers.{index}")
     slots.append(TensorSlot("norm.weight", (width,), "norm"))
     if not config.tie_word_embeddings:
         slots.append(TensorSlot(HEAD, (config.vocab_size, width), "head"))
-    return slots
+    return [*slots, *_mtp(config)] if mtp else slots
+
+
+def _mtp(config: ModelConfig) -> list[TensorSlot]:
+    width = config.hidden_size
+    return [
+        _linear("mtp.fc", width, 2 * width, "mtp.fc"),
+        TensorSlot("mtp.pre_fc_norm_embedding.weight", (width,), "mtp.embedding_norm"),
+        TensorSlot("mtp.pre_fc_norm_hidden.weight", (width,), "mtp.hidden_norm"),
+        *_layer(config, "full_attention", "mtp.layers.0", "mtp.layer"),
+        TensorSlot("mtp.norm.weight", (width,), "mtp.norm"),
+    ]
+
+
+def _layer(config: ModelConfig, layer_type: LayerType, stored: str, path: str) -> list[TensorSlot]:
+    width = (config.hidden_size,)
+    mixer = _attention if layer_type == "full_attention" else _delta_net
+    return [
+        TensorSlot(f"{stored}.input_layernorm.weight", width, f"{path}.input_norm"),
+        *mixer(config, stored, f"{path}.mixer"),
+        TensorSlot(f"{stored}.post_attention_layernorm.weight", width, f"{path}.mlp_norm"),
+        *_mlp(config, stored, f"{path}.mlp"),
+    ]
 
 
 def _linear(name: str, out_dim: int, in_dim: int, path: str) -> TensorSlot:
     return TensorSlot(f"{name}.weight", (out_dim, in_dim), path, "transposed")
 
 
-def _mlp(config: ModelConfig, layer: str) -> list[TensorSlot]:
+def _mlp(config: ModelConfig, layer: str, path: str) -> list[TensorSlot]:
     width, inner = config.hidden_size, config.intermediate_size
     return [
-        _linear(f"{layer}.mlp.gate_proj", inner, width, f"{layer}.mlp.gate_up"),
-        _linear(f"{layer}.mlp.up_proj", inner, width, f"{layer}.mlp.gate_up"),
-        _linear(f"{layer}.mlp.down_proj", width, inner, f"{layer}.mlp.down"),
+        _linear(f"{layer}.mlp.gate_proj", inner, width, f"{path}.gate_up"),
+        _linear(f"{layer}.mlp.up_proj", inner, width, f"{path}.gate_up"),
+        _linear(f"{layer}.mlp.down_proj", width, inner, f"{path}.down"),
     ]
 
 
-def _attention(config: ModelConfig, layer: str) -> list[TensorSlot]:
-    stored, mixer = f"{layer}.self_attn", f"{layer}.mixer"
+def _attention(config: ModelConfig, layer: str, mixer: str) -> list[TensorSlot]:
+    stored = f"{layer}.self_attn"
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     width = config.hidden_size
@@ -81,8 +100,8 @@ def _attention(config: ModelConfig, layer: str) -> list[TensorSlot]:
     ]
 
 
-def _delta_net(config: ModelConfig, layer: str) -> list[TensorSlot]:
-    stored, mixer = f"{layer}.linear_attn", f"{layer}.mixer"
+def _delta_net(config: ModelConfig, layer: str, mixer: str) -> list[TensorSlot]:
+    stored = f"{layer}.linear_attn"
     width, heads = config.hidden_size, config.linear_num_value_heads
     channels, values = config.linear_conv_dim, config.linear_value_dim
     return [
@@ -105,7 +124,7 @@ def _delta_net(config: ModelConfig, layer: str) -> list[TensorSlot]:
 
 def bare_name(name: str) -> str | None:
     """The table's name of a stored tensor, or None where it isn't the text model's."""
-    if name == HEAD:
+    if name == HEAD or name.startswith(MTP_PREFIX):
         return name
     for prefix in (LONG_PREFIX, SHORT_PREFIX):
         if name.startswith(prefix):
@@ -115,7 +134,7 @@ def bare_name(name: str) -> str | None:
 
 def stored_name(name: str) -> str:
     """A table name as the published multimodal layout writes it."""
-    return name if name == HEAD else LONG_PREFIX + name
+    return name if name == HEAD or name.startswith(MTP_PREFIX) else LONG_PREFIX + name
 
 
 def skipped_group(name: str) -> str | None:

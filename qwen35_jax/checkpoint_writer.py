@@ -22,15 +22,17 @@ def save_checkpoint(
 ) -> None:
     """Write weights, index and config.json so that this library and transformers load them.
 
-    Each parameter is split into the checkpoint's tensors, in the parameter's dtype. One shard at a
-    time is held on the host. A directory that already holds a checkpoint is refused.
+    Each parameter is split into the checkpoint's tensors, in the parameter's dtype; the multi-token
+    prediction layer's go with them where there is one. One shard at a time is held on the host. A
+    directory that already holds a checkpoint is refused.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX_NAME).exists() or any(directory.glob("*.safetensors")):
         raise CheckpointError(f"{directory} already holds a checkpoint; choose another directory")
     leaves = dict(named_parameters(params))
-    shards = _plan_shards(tensor_slots(params.config), leaves, shard_bytes)
+    has_mtp = hasattr(params, "mtp")
+    shards = _plan_shards(tensor_slots(params.config, mtp=has_mtp), leaves, shard_bytes)
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
@@ -44,7 +46,9 @@ def save_checkpoint(
         total += sum(array.nbytes for array in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / INDEX_NAME, index)
-    _write_json(directory / "config.json", params.config.to_dict())
+    config = params.config.to_dict()
+    config["text_config"]["mtp_num_hidden_layers"] = int(has_mtp)
+    _write_json(directory / "config.json", config)
 
 
 def _plan_shards(

@@ -68,9 +68,7 @@ def test_help_lists_every_flag_with_a_text(command: str, capsys: pytest.CaptureF
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: qwen35 {command}")
-    listed = {
-        line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")
-    }
+    listed = {line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")}
     assert listed == {*ENGINE_FLAGS, *FLAGS[command]}
 
 
@@ -139,7 +137,10 @@ def test_wrong_flags_are_refused_by_their_commands_parser(
         (["", "--prompt", "a"], "the model's name is empty"),
         (["--model", "", "--prompt", "a"], "the model's name is empty"),
         (["./no/such/directory", "--prompt", "a"], "directory ./no/such/directory does not exist"),
-        (["nosuchmodel", "--prompt", "a"], "'nosuchmodel' is neither a directory here nor a hub id"),
+        (
+            ["nosuchmodel", "--prompt", "a"],
+            "'nosuchmodel' is neither a directory here nor a hub id",
+        ),
         (["someone/something", "--prompt", "a"], "someone/something is not in the local cache"),
     ],
     ids=str,

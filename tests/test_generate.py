@@ -174,9 +174,14 @@ def test_flags_reach_the_request_and_the_engine(
     assert streamed == [("a", params)]
     assert configs == [
         EngineConfig(
-            model="some/model", max_model_len=64, max_num_seqs=2, dtype="float32",
-            load_format="dummy", numerics="transformers", seed=5,
-        )  # fmt: skip
+            model="some/model",
+            max_model_len=64,
+            max_num_seqs=2,
+            dtype="float32",
+            load_format="dummy",
+            numerics="transformers",
+            seed=5,
+        )
     ]
 
 

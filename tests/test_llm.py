@@ -395,9 +395,7 @@ def test_dtype_numerics_and_load_format_reach_the_loader(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("qwen35_jax.llm.load_or_make_params", load)
     load_engine(EngineConfig())
-    load_engine(
-        EngineConfig(dtype="float32", numerics="transformers", load_format="dummy", seed=3)
-    )
+    load_engine(EngineConfig(dtype="float32", numerics="transformers", load_format="dummy", seed=3))
     assert seen == [
         ("bfloat16", "checkpoint", {"load_format": "auto", "seed": 0}),
         ("float32", "transformers", {"load_format": "dummy", "seed": 3}),

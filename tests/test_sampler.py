@@ -156,7 +156,7 @@ def test_ids_at_and_above_the_vocabulary_are_never_chosen(mode: SamplingMode, be
     logits = some_logits(256)
     logits[:, VOCABULARY_SIZE:] = beyond
     limits = np.finfo(np.float32)
-    temperatures = np.resize([1.0, 0.0, limits.tiny, 1e30, limits.max], 256)
+    temperatures = np.resize(np.array([1.0, 0.0, limits.tiny, 1e30, limits.max]), 256)
     tokens = draw(logits, options(256, temperature=temperatures, top_k=100), mode=mode).tokens
     assert tokens.min() >= 0
     assert tokens.max() < VOCABULARY_SIZE
@@ -185,9 +185,12 @@ def filters_of(draw_value: Any) -> tuple[np.ndarray, int, float, float]:
     return ranked, top_k, top_p, min_p
 
 
-# Four equals: their sums are exact, and the border of top_p falls between two of them.
-@example((np.float32([0, 0, 0, 0, -200, -200, -200, -200]), 0, 0.5, 0.0))
-@example((np.float32([0, 0, 0, 0, -200, -200, -200, -200]), 3, 1.0, 1.0))
+# Their sums are exact, and the border of top_p falls between two of them.
+FOUR_EQUALS = np.array([0, 0, 0, 0, -200, -200, -200, -200], np.float32)
+
+
+@example((FOUR_EQUALS, 0, 0.5, 0.0))
+@example((FOUR_EQUALS, 3, 1.0, 1.0))
 @given(filters_of())
 def test_keep_mask_is_the_textbook_loop(case: tuple[np.ndarray, int, float, float]):
     ranked, top_k, top_p, min_p = case
@@ -260,7 +263,8 @@ def test_logprobs_are_of_the_raw_logits_over_all_of_them():
     np.testing.assert_array_equal(cold.token_logprobs[same], warm.token_logprobs[same])
     np.testing.assert_array_equal(cold.top_logprobs, warm.top_logprobs)
     for sampled in by_temperature:
-        of_tokens = np.take_along_axis(expected, sampled.tokens[:, None], -1)[:, 0]
+        assert sampled.token_logprobs is not None
+        of_tokens = np.take_along_axis(expected, np.asarray(sampled.tokens)[:, None], -1)[:, 0]
         np.testing.assert_allclose(sampled.token_logprobs, of_tokens, atol=1e-5)
 
 

@@ -137,6 +137,7 @@ def test_a_shape_compiles_once(step: Step):
         sampled = step.sample(logits, greedy_options(), **GREEDY)
         for _ in range(2):
             state, sampled = step.decode(state, sampled.tokens, greedy_options(), **GREEDY)
-        return [program._cache_size() for program in (step._prefill, step._sample, step._decode)]
+        programs: list[Any] = [step._prefill, step._sample, step._decode]
+        return [program._cache_size() for program in programs]
 
     assert round_trip() == round_trip()

@@ -55,8 +55,7 @@ def init_state(config: ModelConfig, batch: int, capacity: int) -> ModelState:
 
     def layer(layer_type: str) -> AttentionCache | DeltaNetState:
         if layer_type == "full_attention":
-            shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-            return AttentionCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
+            return init_attention_cache(config, batch, capacity)
         return DeltaNetState(
             recurrent=jnp.zeros(
                 (
@@ -76,6 +75,13 @@ def init_state(config: ModelConfig, batch: int, capacity: int) -> ModelState:
         position=jnp.zeros((batch,), jnp.int32),
         layers=tuple(layer(layer_type) for layer_type in config.layer_types),
     )
+
+
+def init_attention_cache(config: ModelConfig, batch: int, capacity: int) -> AttentionCache:
+    """An empty cache of one full-attention layer."""
+    shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
+    dtype = jnp.dtype(config.dtype)
+    return AttentionCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
 
 
 def state_bytes(config: ModelConfig, batch: int, capacity: int) -> int:

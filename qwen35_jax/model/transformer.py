@@ -9,102 +9,33 @@
     logits, state = decode(params, logits.argmax(-1), state)
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen35_jax.config import LayerType, ModelConfig
-from qwen35_jax.model.attention import GatedAttention
-from qwen35_jax.model.cache import (
-    AttentionCache,
-    DeltaNetState,
-    ModelState,
-    init_state,
-)
-from qwen35_jax.model.delta_net import GatedDeltaNet
-from qwen35_jax.model.layers import (
-    MLP,
-    Array,
-    dot_float32,
-    parameter,
-    rms_norm,
-    rope_tables,
-    rounded,
-    value_of,
-)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Where a call's new tokens stand, the same for every layer.
-
-    positions: [B, T] int32. valid: [B, T] bool, false for padding. lengths: [B] int32, each row's
-    valid tokens, or None when all are. rope: the tables of rope_tables.
-    """
-
-    positions: Array
-    valid: Array
-    lengths: Array | None
-    rope: tuple[Array, Array]
-
-
-def place_tokens(
-    config: ModelConfig, position: Array, length: int, lengths: Array | None = None
-) -> Tokens:
-    """`length` tokens a row after `position` [B]."""
-    steps = jnp.arange(length)
-    positions = position[:, None] + steps
-    valid = steps < (length if lengths is None else lengths[:, None])
-    valid = jnp.broadcast_to(valid, positions.shape)
-    return Tokens(positions, valid, lengths, rope_tables(positions, config))
-
-
-class DecoderLayer(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream is in the model's dtype."""
-
-    def __init__(self, config: ModelConfig, layer_type: LayerType):
-        self.config = config
-        self.input_norm = parameter((config.hidden_size,), config.dtype)
-        self.mixer = (
-            GatedAttention(config) if layer_type == "full_attention" else GatedDeltaNet(config)
-        )
-        self.mlp_norm = parameter((config.hidden_size,), config.dtype)
-        self.mlp = MLP(config)
-
-    def __call__(
-        self,
-        x: Array,
-        state: AttentionCache | DeltaNetState,
-        tokens: Tokens,
-    ) -> tuple[Array, AttentionCache | DeltaNetState]:
-        """x: [B, T, D] -> [B, T, D] and the layer's new state."""
-        epsilon = self.config.rms_norm_eps
-        h = rms_norm(x, value_of(self.input_norm), epsilon)
-        if isinstance(self.mixer, GatedAttention):
-            assert isinstance(state, AttentionCache)
-            h, state = self.mixer(h, state, tokens.positions, tokens.valid, tokens.rope)
-        else:
-            assert isinstance(state, DeltaNetState)
-            h, state = self.mixer(h, state, tokens.valid, tokens.lengths)
-        x = add(x, h)
-        return add(x, self.mlp(rms_norm(x, value_of(self.mlp_norm), epsilon))), state
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.model.cache import AttentionCache, DeltaNetState, ModelState, init_state
+from qwen35_jax.model.decoder_layer import DecoderLayer, place_tokens
+from qwen35_jax.model.layers import Array, dot_float32, parameter, rms_norm, rounded, value_of
+from qwen35_jax.model.mtp import MultiTokenPredictor
 
 
 class Qwen35(nnx.Module):
     """Parameters of the text model. Built abstract (shapes and dtypes), filled by a loader.
 
     embed: [vocab_size, D], also the head when it is tied; head: [vocab_size, D] otherwise.
+    mtp: the multi-token prediction layer, when asked for; `predict_hidden` runs it.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, mtp: bool = False):
         self.config = config
         self.embed = parameter((config.vocab_size, config.hidden_size), config.dtype)
         self.layers = nnx.List([DecoderLayer(config, kind) for kind in config.layer_types])
         self.norm = parameter((config.hidden_size,), config.dtype)
         if not config.tie_word_embeddings:
             self.head = parameter((config.vocab_size, config.hidden_size), config.dtype)
+        if mtp:
+            self.mtp = MultiTokenPredictor(config)
 
 
 def forward(params: Qwen35, ids: Array) -> Array:
@@ -150,11 +81,6 @@ def hidden_states(
     hidden = rms_norm(x, value_of(params.norm), params.config.rms_norm_eps)
     advance = ids.shape[1] if lengths is None else lengths
     return hidden, ModelState(position=state.position + advance, layers=tuple(new_layers))
-
-
-def add(x: Array, y: Array) -> Array:
-    """The residual sum, rounded to the residual stream's dtype."""
-    return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
 
 def unembed(params: Qwen35, hidden: Array) -> Array:

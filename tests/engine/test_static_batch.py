@@ -111,6 +111,18 @@ def test_a_prompt_in_pieces_gives_what_it_gives_whole(monkeypatch: pytest.Monkey
     assert widths == [16, 16, 16]
 
 
+def test_a_finished_row_that_rides_past_the_caches_end_harms_no_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    full = request("full", tuple(range(1, 61)), max_tokens=3)
+    longer = request("longer", PROMPTS["a"], max_tokens=9)
+    expected = {"full": alone(full), "longer": alone(longer)}
+    # Both fit 64 tokens, but the full one would be at 69 when the longer one ends.
+    monkeypatch.setattr(static_batch, "MIN_CAPACITY", 1)
+    outputs = run(make_engine(), full, longer)
+    assert {name: ids_of(these) for name, these in outputs.items()} == expected
+
+
 def test_every_row_with_one_prompt_gives_the_same_ids_at_any_concurrency():
     expected = alone(request("0", PROMPTS["b"], max_tokens=5))
     for count in (2, 3, 4):
@@ -371,4 +383,6 @@ def test_extreme_temperatures_give_valid_ids(temperature: float):
     if temperature < 1:
         assert ids == [first_ids()[:3]] * 4
     else:
+        # Uniform: only the noise decides, which is each row's and each step's own.
         assert len({tuple(these) for these in ids}) == 4
+        assert all(len(set(these)) > 1 for these in ids)

@@ -9,8 +9,8 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import attention
 from qwen35_jax.model.attention import GatedAttention, causal_attention, write_tokens
 from qwen35_jax.model.cache import AttentionCache
+from qwen35_jax.model.decoder_layer import DecoderLayer
 from qwen35_jax.model.layers import apply_rope, rope_tables
-from qwen35_jax.model.transformer import DecoderLayer
 from tests.support.models import (
     COMPILE_FAST,
     layer_state,

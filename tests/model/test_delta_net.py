@@ -10,8 +10,8 @@ import pytest
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import delta_net
 from qwen35_jax.model.cache import DeltaNetState
+from qwen35_jax.model.decoder_layer import DecoderLayer
 from qwen35_jax.model.delta_net import GatedDeltaNet, causal_conv, l2_norm
-from qwen35_jax.model.transformer import DecoderLayer
 from tests.support.models import (
     COMPILE_FAST,
     layer_state,

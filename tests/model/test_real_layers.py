@@ -12,8 +12,8 @@ import pytest
 
 from qwen35_jax.config import Dtype
 from qwen35_jax.model.cache import DeltaNetState
+from qwen35_jax.model.decoder_layer import DecoderLayer, add
 from qwen35_jax.model.layers import rms_norm, value_of
-from qwen35_jax.model.transformer import DecoderLayer, add
 from tests.support.models import (
     Goldens,
     LayerState,
