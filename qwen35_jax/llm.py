@@ -1,117 +1,37 @@
-"""The model as a library: `LLM(model).generate(prompts)`, and what every door loads.
+"""The model as a library.
 
-from qwen35_jax import LLM, SamplingParams
-llm = LLM()
-for result in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
-    print(result.outputs[0].text)
+    llm = LLM()
+    for result in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
+        print(result.outputs[0].text)
+
+One engine serves all calls; a prompt that can't run fails alone.
 """
 
-import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from tqdm import tqdm
 
-from qwen35_jax.checkpoint import human_bytes, load_or_make_params
-from qwen35_jax.config import EngineConfig, ModelConfig
-from qwen35_jax.default_model import DEFAULT_MODEL_NAME, default_model_directory
+from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine.request import Engine, Request, TokenLogprobs, TokenOutput
-from qwen35_jax.engine.static_batch import StaticBatchEngine
 from qwen35_jax.engine.text_stream import TextDelta, TextStream
 from qwen35_jax.errors import ConfigError, InvalidRequestError
-from qwen35_jax.hub import resolve_model
-from qwen35_jax.model.transformer import Qwen35, parameter_bytes, parameter_count
+from qwen35_jax.loading import LoadedEngine, load_engine
+from qwen35_jax.model.transformer import Qwen35
 from qwen35_jax.outputs import CompletionOutput, RequestOutput
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
 
 class GenerationError(RuntimeError):
     """The engine failed while it ran a request, most likely for want of device memory."""
-
-
-@dataclass(frozen=True)
-class LoadedEngine:
-    """An engine and what its door must know of the model.
-
-    directory: the checkpoint's local files. description: one line about the model and device.
-    """
-
-    engine: Engine
-    params: Qwen35
-    tokenizer: Tokenizer
-    directory: Path
-    max_model_len: int
-    model_name: str
-    description: str
-
-    def warm_up(self) -> None:
-        """Compile what a short request needs, greedy and sampled, so that the first is quick."""
-        logger.info("Compiling for the first requests ...")
-        for number, temperature in enumerate((0.0, 1.0)):
-            params = SamplingParams(temperature=temperature, max_tokens=2, ignore_eos=True)
-            self.engine.submit(Request(f"warm-up-{number}", (0,), params))
-            while self.engine.has_work():
-                self.engine.step()
-
-
-def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Load the model that `config` names and make an engine for it.
-
-    Raises ConfigError, CheckpointError or TokenizerError, each in one line.
-    """
-    import jax
-
-    if config.model is None:
-        directory, name = default_model_directory(), DEFAULT_MODEL_NAME
-    else:
-        directory, name = resolve_model(config.model), str(config.model)
-    model_config = model_config_of(directory, config)
-    tokenizer = Tokenizer.from_directory(directory)
-    if tokenizer.vocabulary_size > model_config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {tokenizer.vocabulary_size} ids, "
-            f"config.json's vocab_size is {model_config.vocab_size}"
-        )
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
-    if max_model_len > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {max_model_len} is over the checkpoint's max_position_embeddings "
-            f"{model_config.max_position_embeddings}"
-        )
-    params = load_or_make_params(
-        directory, model_config, load_format=config.load_format, seed=config.seed
-    )
-    engine = StaticBatchEngine(
-        params=params,
-        vocabulary_size=tokenizer.vocabulary_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        stop_token_ids=frozenset(model_config.eos_token_ids) | set(tokenizer.eos_token_ids),
-        seed=config.seed,
-    )
-    device = jax.devices()[0]
-    description = (
-        f"{name}: {parameter_count(params):,} parameters, {human_bytes(parameter_bytes(params))} "
-        f"in {model_config.dtype} on {device.device_kind}, context {max_model_len}"
-    )
-    return LoadedEngine(engine, params, tokenizer, directory, max_model_len, name, description)
-
-
-def model_config_of(directory: Path, config: EngineConfig) -> ModelConfig:
-    """The checkpoint's config with the user's dtype and numerics."""
-    model_config = ModelConfig.from_file(directory).replace(numerics=config.numerics)
-    return model_config if config.dtype == "auto" else model_config.replace(dtype=config.dtype)
 
 
 class LLM:

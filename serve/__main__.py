@@ -53,7 +53,7 @@ class LoadedEngine(Protocol):
 
 def load_real_engine(config: EngineConfig) -> LoadedEngine:
     """Load the model. The only place here that brings in jax."""
-    from qwen35_jax.llm import load_engine
+    from qwen35_jax.loading import load_engine
 
     loaded = load_engine(config)
     loaded.warm_up()

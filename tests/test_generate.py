@@ -14,7 +14,8 @@ from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.generate import main
-from qwen35_jax.llm import LLM, LoadedEngine
+from qwen35_jax.llm import LLM
+from qwen35_jax.loading import LoadedEngine
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import Step
 from tests.support.engines import default_llm, default_reopened, fast_compilation

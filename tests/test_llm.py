@@ -16,7 +16,8 @@ from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine.fake import FakeEngine
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import ConfigError, InvalidRequestError
-from qwen35_jax.llm import LLM, GenerationError, load_engine
+from qwen35_jax.llm import LLM, GenerationError
+from qwen35_jax.loading import load_engine
 from qwen35_jax.outputs import CompletionOutput, RequestOutput
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import Step
@@ -393,7 +394,7 @@ def test_dtype_numerics_and_load_format_reach_the_loader(monkeypatch: pytest.Mon
         seen.append((config.dtype, config.numerics, options))
         return default_llm().params
 
-    monkeypatch.setattr("qwen35_jax.llm.load_or_make_params", load)
+    monkeypatch.setattr("qwen35_jax.loading.load_or_make_params", load)
     load_engine(EngineConfig())
     load_engine(EngineConfig(dtype="float32", numerics="transformers", load_format="dummy", seed=3))
     assert seen == [

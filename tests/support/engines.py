@@ -16,7 +16,8 @@ from qwen35_jax.checkpoint_names import tensor_slots
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine.request import Engine, Request, TokenOutput
 from qwen35_jax.engine.static_batch import StaticBatchEngine
-from qwen35_jax.llm import LLM, LoadedEngine
+from qwen35_jax.llm import LLM
+from qwen35_jax.loading import LoadedEngine
 from qwen35_jax.model.transformer import Qwen35
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import Step
