@@ -64,6 +64,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		fi; \
 		"$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" --constraint constraints.txt
+	@echo "Setting up $(VENV) with the extras $(EXTRAS): a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" --constraint constraints.txt
 	@rm -f $(VENV)/.installed-*
 	@touch $@

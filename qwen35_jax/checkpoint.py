@@ -47,6 +47,8 @@ def load_checkpoint(
 
     config: use this instead of the directory's config.json, for another dtype or numerics.
     mtp: load the multi-token prediction layer too, as `params.mtp`.
+    progress: show a bar, where stderr is a terminal.
+
     Raises ConfigError for a model this engine doesn't implement, CheckpointError for damaged files
     and for tensors that are missing, doubled, unexpected or wrongly shaped, all in one message.
     """
@@ -63,7 +65,11 @@ def load_checkpoint(
     leaves: dict[str, jax.Array] = {}
     dtypes = {path: leaf.dtype for path, leaf in named_parameters(Qwen35(config, mtp=mtp))}
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=None if progress else True,
     ) as bar:
         for path, group in groupby(slots, key=lambda slot: slot.path):
             members = list(group)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,16 +16,27 @@ from qwen35_jax.errors import CheckpointError
 from qwen35_jax.model.transformer import Qwen35
 
 SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def save_checkpoint(
-    params: Qwen35, directory: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES
+    params: Qwen35,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights, index and config.json so that this library and transformers load them.
 
     Each parameter is split into the checkpoint's tensors, in the parameter's dtype; the multi-token
-    prediction layer's go with them where there is one. One shard at a time is held on the host. A
-    directory that already holds a checkpoint is refused.
+    prediction layer's go with them where there is one. One shard at a time is held on the host.
+    tokenizer_from: the checkpoint directory to copy tokenizer and chat template from, which LLM and
+    the commands need. A directory that already holds a checkpoint is refused.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -46,6 +58,10 @@ def save_checkpoint(
         total += sum(array.nbytes for array in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / INDEX_NAME, index)
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (source := Path(tokenizer_from) / name).is_file():
+                shutil.copyfile(source, directory / name)
     config = params.config.to_dict()
     config["text_config"]["mtp_num_hidden_layers"] = int(has_mtp)
     _write_json(directory / "config.json", config)

@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qwen35 generate",
         description="Complete prompts. The text goes to stdout as it comes, the rest to stderr.",
+        allow_abbrev=False,
     )
     add_engine_arguments(parser)
     parser.add_argument(
@@ -94,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     config = engine_config(parser, arguments, seed=arguments.seed)
     prompts = arguments.prompt or [_read_stdin()]
+    if not all(prompts):
+        source = "--prompt" if arguments.prompt else "stdin"
+        raise InvalidRequestError(f"{source} is empty: want at least one token to go on from")
     log_to_terminal()
 
     from qwen35_jax.llm import LLM, GenerationError
@@ -133,19 +137,20 @@ def _as_chat(llm: "LLM", prompt: str, *, thinking: bool) -> str:
 
 def _complete(llm: "LLM", prompt: str, params: SamplingParams) -> None:
     started = time.perf_counter()
-    first = None
+    times: list[float] = []
     tokens = 0
     finish = None
     for delta in llm.stream(prompt, params):
-        first = first or time.perf_counter()
+        times.append(time.perf_counter())
         tokens += len(delta.token_ids)
         finish = delta.finish_reason or finish
         print(delta.text, end="", flush=True)
-    ended = time.perf_counter()
-    first = first or ended
     print(flush=True)
-    rate = f", then {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 else ""
+    # The first two may wait for compilation: of the prompt's program, then of the next tokens'.
+    rate = ""
+    if len(times) > 2:
+        rate = f"; from the third on {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s"
     print(
-        f"[{tokens} tokens, {finish}; first after {first - started:.2f} s with compilation{rate}]",
+        f"[{tokens} tokens, {finish}; first after {times[0] - started:.2f} s{rate}]",
         file=sys.stderr,
     )

@@ -104,8 +104,8 @@ def _explain(error: Exception, hub_id: str, revision: str | None) -> str:
             )
         case errors.OfflineModeIsEnabled() | errors.LocalEntryNotFoundError():
             return (
-                f"{hub_id} is not in the local cache and the hub can't be reached; check the "
-                "connection and HF_HUB_OFFLINE, or give a local directory"
+                f"{hub_id} is no directory here, as a hub id it is not in the local cache, and the "
+                "hub can't be reached; check the connection and HF_HUB_OFFLINE, or the spelling"
             )
         case errors.IncompleteSnapshotError():
             return (

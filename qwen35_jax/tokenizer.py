@@ -51,7 +51,10 @@ class Tokenizer:
         vocabulary_path = Path(path) / "tokenizer.json"
         config_path = Path(path) / "tokenizer_config.json"
         if not vocabulary_path.is_file():
-            raise TokenizerError(f"{vocabulary_path} does not exist")
+            raise TokenizerError(
+                f"{vocabulary_path} does not exist; copy the tokenizer's files from the model that "
+                "these weights come from"
+            )
         config = read_json_object(config_path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(vocabulary_path))

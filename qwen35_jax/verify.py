@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compare a checkpoint's logits and greedy tokens with transformers' "
         f"(both installed). Passes at regret <= {MAX_REGRET}, mean <= {MAX_MEAN}, p99 <= "
         f"{MAX_P99}. Exit code 0 says it passed, 1 that it did not, 2 that it could not run.",
+        allow_abbrev=False,
     )
     add_engine_arguments(parser, model_required=True)
     parser.add_argument(
@@ -100,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--seed must be at least 0, not {arguments.seed}")
     if arguments.json and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise ConfigError(f"--json {arguments.json}: want a file in a directory that exists")
-    _require_reference(arguments.reference_python)
     config = engine_config(parser, arguments, seed=arguments.seed)
     log_to_terminal()
 
@@ -111,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = resolve_model(config.model or "")
     model_config = model_config_of(directory, config)
     vocabulary_size = Tokenizer.from_directory(directory).vocabulary_size
+    _require_reference(arguments.reference_python)
     room = config.max_model_len or model_config.max_position_embeddings
     if max(lengths) + arguments.steps > room:
         raise ConfigError(
@@ -232,8 +233,9 @@ def _require_reference(python: str) -> None:
         raise ConfigError(f"--reference-python {python}: {error.strerror}") from None
     if finished.returncode:
         raise ConfigError(
-            f"verify needs torch and transformers 5.17 in {python}: install them there, or name "
-            f"another interpreter with --reference-python ({_last_line(finished.stderr)})"
+            f"verify needs torch and transformers 5.17 ({_last_line(finished.stderr)}): "
+            f"{python} -m pip install torch transformers==5.17.0, or name another interpreter "
+            "with --reference-python"
         )
 
 

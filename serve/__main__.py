@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Protocol
 
@@ -70,13 +69,26 @@ def main(
     arguments = parser.parse_args(argv)
     log_to_terminal()
     # Until the server has handlers of its own, while the model loads.
+    asked_to_stop = False
+
+    def stop_loading(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_to_stop
+        asked_to_stop = True
+        raise KeyboardInterrupt
+
+    def load_unless_stopped() -> LoadedEngine:
+        loaded = load(config)
+        # An exception raised inside a callback of the garbage collector goes no further.
+        if asked_to_stop:
+            raise KeyboardInterrupt
+        return loaded
+
     previous = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, stop_loading) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         config = engine_config(parser, arguments, seed=arguments.seed)
-        _load_and_serve(arguments, partial(load, config))
+        _load_and_serve(arguments, load_unless_stopped)
     except KeyboardInterrupt:
         return 0
     except USER_ERRORS as error:
@@ -93,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="qwen35 serve",
         description="Serve a model over an OpenAI-compatible HTTP API.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_engine_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
@@ -199,6 +212,12 @@ class Server(uvicorn.Server):
         # Not the inherited one: it has the signal raised again after a clean stop.
         if self.should_exit and self._loop is not None:
             self._loop.call_soon_threadsafe(self._end_streams)
+        elif self.server_state.tasks:
+            print(
+                f"Stopping: running requests have {self._drain_seconds:g} s to end; "
+                "stop again to end them now",
+                file=sys.stderr,
+            )
         self.should_exit = True
         self._client.drain()
 

@@ -102,8 +102,13 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
             headers={"Allow": allowed},
         )
     if error.status_code == 404:
-        return error_response(404, f"there is nothing at {path}", code="not_found")
+        message = f"there is nothing at {path}; there are {', '.join(_paths(request))}"
+        return error_response(404, message, code="not_found")
     return error_response(error.status_code, error.detail)
+
+
+def _paths(request: Request) -> list[str]:
+    return [route.path for route in request.app.routes if "{" not in route.path]
 
 
 def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -21,6 +21,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import assert_same_params, tiny_config, tiny_params
 from tests.support.tiny_models import TINY_CONFIGS, is_stored_float32
+from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 40_000, 1])
@@ -100,3 +101,12 @@ def test_missing_directories_are_made(tmp_path: Path) -> None:
     params = tiny_params("ratio2_tied", dtype="bfloat16")
     save_checkpoint(params, tmp_path / "a" / "b")
     assert_same_params(load_checkpoint(tmp_path / "a" / "b", progress=False), params)
+
+
+def test_tokenizer_files_come_along(tmp_path: Path) -> None:
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    source.mkdir()
+    write_tiny_tokenizer(source)
+    save_checkpoint(tiny_params("ratio1_tied"), saved, tokenizer_from=source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (saved / name).read_bytes() == (source / name).read_bytes()

@@ -141,7 +141,10 @@ def test_wrong_flags_are_refused_by_their_commands_parser(
             ["nosuchmodel", "--prompt", "a"],
             "'nosuchmodel' is neither a directory here nor a hub id",
         ),
-        (["someone/something", "--prompt", "a"], "someone/something is not in the local cache"),
+        (
+            ["someone/something", "--prompt", "a"],
+            "someone/something is no directory here",
+        ),
     ],
     ids=str,
 )

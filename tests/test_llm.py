@@ -14,6 +14,7 @@ import pytest
 
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine.fake import FakeEngine
+from qwen35_jax.engine.request import TokenOutput
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import ConfigError, InvalidRequestError
 from qwen35_jax.llm import LLM, GenerationError
@@ -429,3 +430,22 @@ def test_warm_up_runs_a_greedy_and_a_sampled_request_and_leaves_nothing():
     replace(default_llm().loaded, engine=engine).warm_up()
     assert [params.greedy for params in submitted] == [True, False]
     assert not engine.has_work()
+
+
+def test_weights_that_do_not_fit_are_a_config_error(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr("qwen35_jax.loading.load_or_make_params", fail)
+    with pytest.raises(ConfigError, match=r"does not fit on cpu: its weights take 1\.7 MB \(RES"):
+        load_engine(EngineConfig())
+
+
+def test_a_warm_up_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch):
+    loaded = default_llm().loaded
+    failed = [TokenOutput("warm-up-0", finish_reason="error", error="the device failed")]
+    monkeypatch.setattr(loaded.engine, "step", lambda: failed)
+    monkeypatch.setattr(loaded.engine, "submit", lambda request: None)
+    monkeypatch.setattr(loaded.engine, "has_work", lambda: True)
+    with pytest.raises(ConfigError, match="can't generate a token: the device failed"):
+        loaded.warm_up()

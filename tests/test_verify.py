@@ -226,7 +226,7 @@ def test_without_transformers_it_is_one_line_and_exit_code_2(
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     assert line.startswith("qwen35 verify: error: verify needs torch and transformers")
-    assert "--reference-python (ModuleNotFoundError: No module named" in line
+    assert "(ModuleNotFoundError: No module named" in line and "--reference-python" in line
 
 
 def test_an_interpreter_that_is_none_is_one_line_and_exit_code_2(

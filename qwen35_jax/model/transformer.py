@@ -39,9 +39,13 @@ class Qwen35(nnx.Module):
 
 
 def forward(params: Qwen35, ids: Array) -> Array:
-    """ids: [B, T] int -> logits at every position, [B, T, vocab_size] float32."""
-    batch, length = ids.shape
-    state = init_state(params.config, batch, length)
+    """ids: [B, T] int -> logits at every position, [B, T, vocab_size] float32.
+
+    An id outside [0, vocab_size) makes its row NaN. Raises ValueError for other shapes.
+    """
+    if jnp.ndim(ids) != 2:
+        raise ValueError(f"ids must be [batch, length] integers, not of shape {jnp.shape(ids)}")
+    state = init_state(params.config, *ids.shape)
     hidden, _ = hidden_states(params, ids, state)
     return unembed(params, hidden)
 
@@ -72,6 +76,7 @@ def hidden_states(
     params: Qwen35, ids: Array, state: ModelState, *, lengths: Array | None = None
 ) -> tuple[Array, ModelState]:
     """As `prefill`, but returns the final norm's output at every position, [B, T, D]."""
+    check_shapes(ids, state)
     tokens = place_tokens(params.config, state.position, ids.shape[1], lengths)
     x = jnp.take(value_of(params.embed), ids, axis=0)
     new_layers: list[AttentionCache | DeltaNetState] = []
@@ -81,6 +86,21 @@ def hidden_states(
     hidden = rms_norm(x, value_of(params.norm), params.config.rms_norm_eps)
     advance = ids.shape[1] if lengths is None else lengths
     return hidden, ModelState(position=state.position + advance, layers=tuple(new_layers))
+
+
+def check_shapes(ids: Array, state: ModelState) -> None:
+    """Raise ValueError for ids that don't fit the state. Positions are known on the device alone:
+    that a state has room for what came before as well is the caller's part."""
+    if jnp.ndim(ids) != 2 or not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+        raise ValueError(
+            f"ids must be [batch, length] integers, not {jnp.shape(ids)} {jnp.result_type(ids)}"
+        )
+    batch, length = jnp.shape(ids)
+    if batch != state.position.shape[0]:
+        raise ValueError(f"ids have {batch} rows, the state has {state.position.shape[0]}")
+    for layer in state.layers:
+        if isinstance(layer, AttentionCache) and length > layer.keys.shape[1]:
+            raise ValueError(f"{length} tokens don't fit a state of capacity {layer.keys.shape[1]}")
 
 
 def unembed(params: Qwen35, hidden: Array) -> Array:

@@ -262,3 +262,17 @@ def test_sizes_count_every_parameter(params: Qwen35) -> None:
     arrays = [leaf for _, leaf in named_parameters(params)]
     assert parameter_count(params) == sum(np.asarray(array).size for array in arrays)
     assert parameter_bytes(params) == sum(np.asarray(array).nbytes for array in arrays)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros(5, np.int32), r"ids must be \[batch, length\] integers, not \(5,\)"),
+        (np.zeros((1, 5), np.float32), r"ids must be \[batch, length\] integers, .* float32"),
+        (np.zeros((2, 5), np.int32), "ids have 2 rows, the state has 1"),
+        (np.zeros((1, 9), np.int32), "9 tokens don't fit a state of capacity 8"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(params: Qwen35, ids: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefill(params, jnp.asarray(ids), init_state(params.config, 1, 8))

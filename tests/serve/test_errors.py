@@ -16,7 +16,7 @@ def test_an_unknown_path_is_a_404(tokenizer: Tokenizer, path: str):
     response = request(tokenizer, "GET", path)
     assert response.status_code == 404
     assert error_of(response) == {
-        "message": f"there is nothing at {path}",
+        "message": f"there is nothing at {path}; there are /v1/completions, /v1/models, /health",
         "type": "invalid_request_error",
         "param": None,
         "code": "not_found",

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -35,6 +35,9 @@ LONG_CONTEXT = 100_000
 def _no_logging_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of main in this process must not change where other tests' messages go."""
     monkeypatch.setattr("serve.__main__.log_to_terminal", lambda: None)
+
+
+STOPPING = "Stopping: running requests have 10 s to end; stop again to end them now\n"
 
 
 def never_load(config: EngineConfig) -> LoadedEngine:
@@ -195,7 +198,7 @@ def test_a_signal_lets_a_short_stream_end_and_exits_with_0(tmp_path: Path, numbe
             text += "".join(pieces)
         *_, last, done = events_of(text)
         assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-        assert end_of(process) == (0, "")
+        assert end_of(process) == (0, STOPPING)
 
 
 def test_a_second_signal_ends_long_streams_at_once(tmp_path: Path):
@@ -211,7 +214,7 @@ def test_a_second_signal_ends_long_streams_at_once(tmp_path: Path):
             text += "".join(pieces)
         *_, last, done = events_of(text)
         assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
-        assert end_of(process) == (0, "")
+        assert end_of(process) == (0, STOPPING)
         assert time.monotonic() - started < 5
 
 
@@ -277,6 +280,17 @@ def test_a_signal_while_loading_exits_with_0_and_gives_the_handlers_back(
     assert main(["--port", "0"], load=load) == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert capsys.readouterr().err == ""
+
+
+def test_a_signal_that_a_callback_swallows_while_loading_still_stops():
+    """As jax does in its callbacks of the garbage collector."""
+
+    def load(config: EngineConfig) -> LoadedEngine:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return cast(LoadedEngine, None)
+
+    assert main(["--port", "0"], load=load) == 0
 
 
 @pytest.mark.parametrize(
