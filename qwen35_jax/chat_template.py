@@ -41,10 +41,15 @@ class ChatTemplate:
     ):
         try:
             self._template = _environment().from_string(source, globals=_globals())
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            line = getattr(error, "lineno", None)
-            where = name if line is None else f"{name} line {line}"
-            raise TokenizerError(f"{where} is not a valid template: {one_line(error)}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"{name} line {error.lineno} is not a valid template: {one_line(error)}"
+            ) from None
+        # Jinja hands Python the code it makes, with any name, number and nesting, to compile. The
+        # lines of a SyntaxError are that code's, so only its message says something.
+        except Exception as error:
+            reason = error.msg if isinstance(error, SyntaxError) else one_line(error)
+            raise TokenizerError(f"{name} is not a valid template: {reason}") from None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod

@@ -180,13 +180,19 @@ def random_params(config: ModelConfig, seed: int = 0) -> Qwen35:
     """
 
     def make(index: int, path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), index)
+        key = jax.random.fold_in(_random_key(seed), index)
         kind = path.rsplit(".", 1)[-1]
         return _random_leaf(key, kind=kind, shape=leaf.shape, dtype=np.dtype(leaf.dtype))
 
     abstract = Qwen35(config)
     named = enumerate(named_parameters(abstract))
     return fill_parameters(abstract, {path: make(i, path, leaf) for i, (path, leaf) in named})
+
+
+def _random_key(seed: int) -> jax.Array:
+    """From all 64 bits: jax.random.key takes 32 where 64-bit integers are off."""
+    words = np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 @partial(jax.jit, static_argnames=("kind", "shape", "dtype"))

@@ -89,10 +89,13 @@ def open_checkpoint_files(directory: Path) -> list[MappedFile]:
     index_path = directory / INDEX_NAME
     if index_path.exists():
         shards = sorted(set(_weight_map(index_path).values()))
-        missing = [name for name in shards if not (directory / name).is_file()]
+        # Not Path.is_file: it raises for a name that is too long.
+        missing = [name for name in shards if not os.path.isfile(directory / name)]
         if missing:
+            names = [name if name.isprintable() else repr(name) for name in missing[:5]]
+            names += [f"{len(missing) - 5} more"] if len(missing) > 5 else []
             raise CheckpointError(
-                f"{directory}: {INDEX_NAME} names {', '.join(missing)}, which "
+                f"{directory}: {INDEX_NAME} names {', '.join(name[:100] for name in names)}, which "
                 f"{'is' if len(missing) == 1 else 'are'} missing; download the checkpoint again"
             )
         return [MappedFile(directory / name) for name in shards]

@@ -1,6 +1,7 @@
 """`qwen35 serve | generate | verify`. Each command's module is imported when it is called."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -17,6 +18,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code 2 for what the user can mend, in one line."""
+    # None where the shell closed them; libraries expect to write to them all the same.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     parser = argparse.ArgumentParser(
         prog="qwen35",
         description="Qwen3.5 inference in JAX.",
@@ -37,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
-    command: Callable[[Sequence[str]], int]
-    command = import_module(COMMANDS[arguments.command][0]).main
     try:
+        command: Callable[[Sequence[str]], int]
+        command = import_module(COMMANDS[arguments.command][0]).main
         return command(arguments.rest)
     except USER_ERRORS as error:
         print(f"qwen35 {arguments.command}: error: {error}", file=sys.stderr)
@@ -49,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output left; leave nothing for the interpreter to flush to it.
         sys.stdout = None
+        return 1
+    except OSError as error:
+        print(f"qwen35 {arguments.command}: error: {error}", file=sys.stderr)
+        sys.stdout = None  # its buffer may hold what could not be written
         return 1
 
 

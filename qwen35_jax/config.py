@@ -228,17 +228,25 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name != "max_model_len":
                 positive_integer(name, value)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, not {shown(self.seed)}")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len must be at least 2: a token of prompt, one of answer")
+        seed_is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not seed_is_integer or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer of 64 bits, not {shown(self.seed)}")
 
 
 def cache_directory() -> Path:
     """Where this program keeps what it can make again: QWEN35_CACHE_DIR, else the user's cache."""
     chosen = os.environ.get("QWEN35_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "qwen35-jax"
+    directory = Path(chosen) if chosen else Path(base) / "qwen35-jax"
+    try:
+        return directory.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"the cache directory {directory} is in a home that can't be found; set "
+            "QWEN35_CACHE_DIR to a directory"
+        ) from None
 
 
 def _check_multiple(config: ModelConfig, larger: str, smaller: str) -> None:

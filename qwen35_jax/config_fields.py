@@ -46,6 +46,11 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "num_experts": (0, None),
     "num_experts_per_tok": (0, None),
+    "num_local_experts": (0, None),
+    "linear_conv_bias": (False, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "compression_config": (None,),
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
     "rope_scaling": (None,),
@@ -71,11 +76,11 @@ def refuse_unsupported(fields: Mapping[str, Any], text: Mapping[str, Any]) -> No
                 f"model_type {shown(model_type)} is not supported; "
                 f"want one of {', '.join(MODEL_TYPES)}"
             )
-    for name, values in _ONLY_VALUE.items():
-        if name in text and text[name] not in values:
-            raise ConfigError(
-                f"{name} = {shown(text[name])} is not supported (only {values[0]!r} is)"
-            )
+        for name, values in _ONLY_VALUE.items():
+            if name in level and level[name] not in values:
+                raise ConfigError(
+                    f"{name} = {shown(level[name])} is not supported (only {values[0]!r} is)"
+                )
 
 
 def read_layer_types(text: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -116,6 +121,11 @@ def read_rope(text: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
     for name in rope:
         if name not in (*known, "mrope_interleaved", "mrope_section"):
             raise ConfigError(f"rope_parameters.{_bare(name)} is not supported")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if None not in (outside := text.get(name), inside := rope.get(name)) and outside != inside:
+            raise ConfigError(
+                f"{name} = {shown(outside)} contradicts rope_parameters.{name} = {shown(inside)}"
+            )
     theta = positive_number("rope_parameters.rope_theta", rope.get("rope_theta"))
     factor = positive_number(
         "partial_rotary_factor",
@@ -126,9 +136,11 @@ def read_rope(text: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
     rotary_dim = int(head_dim * factor)
     section = rope.get("mrope_section")
     if section is not None:
-        if not isinstance(section, list) or any(type(axis) is not int for axis in section):
+        if not isinstance(section, list) or any(
+            type(axis) is not int or axis < 0 for axis in section
+        ):
             raise ConfigError(
-                f"rope_parameters.mrope_section must be a list of integers, not {shown(section)}"
+                f"rope_parameters.mrope_section must be a list of counts, not {shown(section)}"
             )
         if sum(section) != rotary_dim // 2:
             raise ConfigError(

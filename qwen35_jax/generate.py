@@ -1,6 +1,7 @@
 """`qwen35 generate`: complete prompts in the terminal, printing the text as it comes."""
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = "--prompt" if arguments.prompt else "stdin"
         raise InvalidRequestError(f"{source} is empty: want at least one token to go on from")
     log_to_terminal()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character
 
     from qwen35_jax.llm import LLM, GenerationError
 
@@ -118,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise InvalidRequestError("stdin is closed: give --prompt")
     if sys.stdin.isatty():
         print("Type the prompt, then end with Ctrl-D:", file=sys.stderr)
     try:

@@ -8,6 +8,7 @@ One engine serves all calls; a prompt that can't run fails alone.
 """
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self._loaded: LoadedEngine | None = load_engine(config)
         self._request_numbers = count()
+        # Held while the engine is touched; a thread may generate between its own stream's deltas.
+        self._lock = threading.RLock()
         # Outputs of open streams that they have not taken yet.
         self._streams: dict[str, deque[TokenOutput]] = {}
 
@@ -99,11 +102,21 @@ class LLM:
         """Complete each prompt (text, or token ids); results are in the prompts' order.
 
         sampling_params: one for all, or one a prompt. A prompt that can't run gives a
-        RequestOutput with `error` set; the others are not affected.
+        RequestOutput with `error` set; the others are not affected. Threads take turns.
         """
         prompts = _as_prompts(prompts)
         params = _one_a_prompt(sampling_params, len(prompts))
-        engine = self.loaded.engine
+        # The engine is one thread's at a time.
+        with self._lock:
+            return self._generate(self.loaded.engine, prompts, params, use_tqdm)
+
+    def _generate(
+        self,
+        engine: Engine,
+        prompts: list[Any],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         results: dict[str, _Result] = {}
         ordered: list[_Result] = []
         try:
@@ -129,7 +142,8 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete one prompt, giving the text as it comes. Closing the iterator ends the request.
 
-        Several streams may be open at once, and generate() may run between their deltas.
+        Several streams may be open at once, in any threads, and generate() may run between their
+        deltas.
 
         Raises InvalidRequestError for a prompt that can't run, GenerationError (from the iterator)
         when the engine fails.
@@ -144,21 +158,25 @@ class LLM:
 
     def _deltas(self, engine: Engine, request: Request, text: TextStream) -> Iterator[TextDelta]:
         """Submit, then give an empty delta; after it those of the text."""
-        engine.submit(request)
-        outputs = self._streams[request.request_id] = deque()
+        with self._lock:
+            engine.submit(request)
+            outputs = self._streams[request.request_id] = deque()
         try:
             yield TextDelta()
-            while not text.finished and (outputs or engine.has_work()):
+            while not text.finished:
+                with self._lock:
+                    while not outputs and engine.has_work():
+                        self._step(engine)
                 if not outputs:
-                    self._step(engine)
-                    continue
+                    break
                 output = outputs.popleft()
                 if output.finish_reason == "error":
                     raise GenerationError(output.error)
                 yield text.push(output)
         finally:
-            del self._streams[request.request_id]
-            engine.abort(request.request_id)
+            with self._lock:
+                del self._streams[request.request_id]
+                engine.abort(request.request_id)
 
     def _step(self, engine: Engine) -> list[TokenOutput]:
         """Step the engine. Open streams get their outputs, the caller the others."""

@@ -4,12 +4,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NoReturn
 
 from qwen35_jax.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
 # What the device's integers hold; the vocabulary is far smaller.
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -22,7 +24,8 @@ class SamplingParams:
     top_p: keep the smallest set of most likely tokens whose probability reaches top_p; in (0, 1].
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
-    seed: the same seed gives the same tokens whatever else runs beside it; None draws one.
+    seed: the same seed draws the same random numbers whatever else runs beside it; None draws one.
+        (In bfloat16 the logits themselves can still differ by a rounding between batch shapes.)
     max_tokens: tokens to generate at most; None runs to the end of the context.
     stop: strings that end the text, which stops before them.
     stop_token_ids: ids that end the request besides the checkpoint's own.
@@ -50,6 +53,9 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        # numpy's numbers become Python's.
+        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "max_tokens", "logprobs"):
+            object.__setattr__(self, name, _as_python_number(getattr(self, name)))
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
@@ -67,6 +73,12 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 _refuse("stop", text, "non-empty strings")
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+            _refuse(
+                "stop_token_ids",
+                len(self.stop_token_ids or ()),
+                f"at most {MAX_STOP_TOKEN_IDS} ids",
+            )
         for token_id in self.stop_token_ids or ():
             _check_integer("stop_token_ids", token_id, low=0, high=MAX_TOKEN_ID)
         for name in ("ignore_eos", "skip_special_tokens"):
@@ -84,6 +96,14 @@ def _as_tuple(name: str, value: object) -> tuple:
     if isinstance(value, list | tuple):
         return tuple(value)
     _refuse(name, value, "a list")
+
+
+def _as_python_number(value: object) -> object:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _check_number(

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, normalizers
 
 from qwen35_jax.errors import InvalidRequestError, TokenizerError
 
+# Of a token id in decimal, as a key of tokenizer_config.json.
+MAX_ID_DIGITS = 10
+# The Kelvin sign's three bytes become one, a Hangul syllable's nine become three; no more.
+NFC_SHRINKS_AT_MOST = 3
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -20,6 +24,8 @@ class Tokenizer:
     vocabulary_size: the highest id + 1. A model's padded vocabulary may be larger; logits at and
         above it must never be sampled.
     eos_token_ids: the ids that end a turn, as the tokenizer's own config names them.
+    longest_token_bytes: the most bytes of UTF-8 text that one id can stand for, counted before
+        the text is normalised; None where there is no bound.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_token_ids: tuple[int, ...] = ()):
@@ -38,7 +44,9 @@ class Tokenizer:
         )
         self._byte_of_character = _byte_of_character()
         self._bytes_by_id: dict[int, bytes] = {}
-        self.vocabulary_size: int = max(backend.get_vocab().values(), default=-1) + 1
+        vocabulary = backend.get_vocab()
+        self.vocabulary_size: int = max(vocabulary.values(), default=-1) + 1
+        self.longest_token_bytes: int | None = _longest_token_bytes(backend, vocabulary)
         self.eos_token_ids = eos_token_ids
 
     @classmethod
@@ -82,7 +90,8 @@ class Tokenizer:
                 f"the text holds a lone surrogate (U+{ord(text[error.start]):04X} at character "
                 f"{error.start}), which is not Unicode text; send whole characters"
             ) from None
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # Not `encode`, which keeps every other Python thread waiting, for seconds on long texts.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -190,9 +199,10 @@ def _add_config_tokens(backend: tokenizers.Tokenizer, entries: object, config_pa
     wanted: dict[int, AddedToken] = {}
     for key, entry in entries.items():
         content = token_text(entry)
-        if not (isinstance(entry, dict) and content and key.isdecimal()):
+        is_id = key.isdecimal() and len(key) <= MAX_ID_DIGITS
+        if not (isinstance(entry, dict) and content and _is_unicode(content) and is_id):
             raise TokenizerError(
-                f"{config_path}: added_tokens_decoder entry {key!r} must map an id to a token"
+                f"{config_path}: added_tokens_decoder entry {key[:40]!r} must map an id to a token"
             )
         flags = {name: bool(entry[name]) for name in ADDED_TOKEN_FLAGS if name in entry}
         wanted[int(key)] = AddedToken(content, **flags)
@@ -216,10 +226,35 @@ def _eos_token_ids(
     if value is None:
         return ()
     text = token_text(value)
-    token_id = None if text is None else backend.token_to_id(text)
+    is_text = text is not None and _is_unicode(text)
+    token_id = backend.token_to_id(text) if is_text else None
     if token_id is None:
         raise TokenizerError(f"{config_path}: eos_token {value!r} is not in the vocabulary")
     return (token_id,)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 has bytes for it, which it hasn't for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _longest_token_bytes(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> int | None:
+    shrinks_at_most = 1
+    if isinstance(backend.normalizer, normalizers.NFC):
+        shrinks_at_most = NFC_SHRINKS_AT_MOST
+    elif backend.normalizer is not None:
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    # These take all the white space beside them along.
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    # In the byte alphabet a character is a byte.
+    lengths = [*map(len, vocabulary), *(len(token.content.encode()) for token in added)]
+    return shrinks_at_most * max(lengths, default=0)
 
 
 def _byte_of_character() -> dict[str, int]:

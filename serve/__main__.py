@@ -4,10 +4,12 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
@@ -26,7 +28,7 @@ from qwen35_jax.engine_arguments import (
 from qwen35_jax.errors import USER_ERRORS, ConfigError
 from qwen35_jax.tokenizer import Tokenizer
 from serve.app import create_app
-from serve.config import ServeConfig
+from serve.config import ServeConfig, check_served_model_name
 from serve.engine_client import EngineClient
 
 # Longer than clients keep an idle connection, so that it is they who end it.
@@ -125,14 +127,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _load_and_serve(arguments: argparse.Namespace, load: Callable[[], LoadedEngine]) -> None:
-    # Bound before loading, which takes long, only to find the port taken.
+    served_model_name: str | None = arguments.served_model_name
+    # Checked and bound before loading, which takes long, only to find the port taken.
+    if served_model_name is not None:
+        check_served_model_name(served_model_name)
     with _bind(arguments.host, arguments.port) as listener:
         loaded = load()
         with EngineThread(loaded.engine) as thread:
             config = ServeConfig(
                 host=arguments.host,
                 port=listener.getsockname()[1],
-                served_model_name=arguments.served_model_name or loaded.model_name,
+                served_model_name=(
+                    loaded.model_name if served_model_name is None else served_model_name
+                ),
             )
             client = EngineClient(thread)
             app = create_app(
@@ -210,16 +217,16 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not the inherited one: it has the signal raised again after a clean stop.
-        if self.should_exit and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end_streams)
-        elif self.server_state.tasks:
-            print(
-                f"Stopping: running requests have {self._drain_seconds:g} s to end; "
-                "stop again to end them now",
-                file=sys.stderr,
-            )
+        is_first = not self.should_exit
         self.should_exit = True
         self._client.drain()
+        if not is_first and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_streams)
+        elif self.server_state.tasks:
+            _tell_from_signal_handler(
+                f"Stopping: running requests have {self._drain_seconds:g} s to end; "
+                "stop again to end them now"
+            )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -240,6 +247,13 @@ class Server(uvicorn.Server):
         # while a connection has bytes to write.
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
+
+
+def _tell_from_signal_handler(message: str) -> None:
+    # Not print: the signal may have come in the middle of another print, and a pipe that nobody
+    # reads any more must not keep the server from stopping. Without a stderr it is None.
+    with suppress(AttributeError, OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"{message}\n".encode())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -39,7 +39,8 @@ from serve.streaming import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-# Longer texts are encoded beside the event loop, which they would hold up for milliseconds.
+MAX_PROMPTS = 2048
+# More text is encoded beside the event loop, which it would hold up for milliseconds.
 MAX_INLINE_CHARACTERS = 8192
 
 
@@ -51,11 +52,11 @@ async def create_completion(request: HttpRequest) -> Response:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     params = _sampling_params(fields, model.tokenizer)
-    prompts = await _encode_prompts(fields.prompt, model.tokenizer)
-    all_params = [
-        replace(params, max_tokens=_token_limit(len(ids), fields.max_tokens, model.max_model_len))
-        for ids in prompts
-    ]
+    prompts = await _encode_prompts(fields.prompt, model.tokenizer, model.max_model_len)
+    limits = [_token_limit(len(ids), fields.max_tokens, model.max_model_len) for ids in prompts]
+    # Each new SamplingParams checks everything again, which takes long with many stop tokens.
+    params_by_limit = {limit: replace(params, max_tokens=limit) for limit in set(limits)}
+    all_params = [params_by_limit[limit] for limit in limits]
     reply = _Reply(model.name, prompts, all_params, model.tokenizer)
     generation = await model.client.generate(reply.requests)
     if fields.stream:
@@ -223,20 +224,29 @@ def _sampling_params(fields: CompletionRequest, tokenizer: Tokenizer) -> Samplin
 
 
 async def _encode_prompts(
-    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer
+    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, max_model_len: int
 ) -> list[list[int]]:
-    """Each prompt's ids. Raises InvalidRequestError for one that is empty or out of range."""
+    """Each prompt's ids.
+
+    Raises InvalidRequestError for too many, and for one that is empty, out of range or so long
+    that no encoding of it fits.
+    """
     if isinstance(prompt, str):
-        return [await _encode("prompt", prompt, tokenizer)]
+        return await _encode_texts({"prompt": prompt}, tokenizer, max_model_len)
     ids = [item for item in prompt if isinstance(item, int)]
     if ids and len(ids) == len(prompt):
         _check_ids("prompt", ids, tokenizer.vocabulary_size)
         return [ids]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompt)} prompts; send at most {MAX_PROMPTS} in a request",
+            param="prompt",
+            code="too_many_prompts",
+        )
     texts = [item for item in prompt if isinstance(item, str)]
     if texts and len(texts) == len(prompt):
-        return [
-            await _encode(f"prompt[{index}]", text, tokenizer) for index, text in enumerate(texts)
-        ]
+        named = {f"prompt[{index}]": text for index, text in enumerate(texts)}
+        return await _encode_texts(named, tokenizer, max_model_len)
     lists = [item for item in prompt if isinstance(item, list)]
     if prompt and len(lists) < len(prompt):
         raise InvalidRequestError(
@@ -253,19 +263,41 @@ async def _encode_prompts(
     return lists
 
 
-async def _encode(name: str, text: str, tokenizer: Tokenizer) -> list[int]:
-    if len(text) <= MAX_INLINE_CHARACTERS:
-        ids = tokenizer.encode(text)
+async def _encode_texts(
+    texts: Mapping[str, str], tokenizer: Tokenizer, max_model_len: int
+) -> list[list[int]]:
+    if tokenizer.longest_token_bytes is not None:
+        fitting_bytes = max_model_len * tokenizer.longest_token_bytes
+        for text in texts.values():
+            # A character has four bytes at most.
+            if 4 * len(text) > fitting_bytes and len(text.encode()) > fitting_bytes:
+                raise _too_long(f"more than {max_model_len}", max_model_len)
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text) for text in texts.values()]
+
+    if sum(map(len, texts.values())) <= MAX_INLINE_CHARACTERS:
+        all_ids = encode_all()
     else:
-        ids = await asyncio.to_thread(tokenizer.encode, text)
-    if not ids:
-        raise _empty(name)
-    return ids
+        all_ids = await asyncio.to_thread(encode_all)
+    for name, ids in zip(texts, all_ids, strict=True):
+        if not ids:
+            raise _empty(name)
+    return all_ids
 
 
 def _empty(name: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{name} is empty; it must hold at least one token", param="prompt", code="empty_prompt"
+    )
+
+
+def _too_long(prompt_tokens: str, max_model_len: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the prompt has {prompt_tokens} tokens, but the context holds {max_model_len} "
+        "with the answer; shorten the prompt",
+        param="prompt",
+        code="context_length_exceeded",
     )
 
 
@@ -283,12 +315,7 @@ def _token_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int)
     """How many tokens to generate: what was asked, or the default as far as there is room."""
     room = max_model_len - prompt_tokens
     if room < 1:
-        raise InvalidRequestError(
-            f"the prompt has {prompt_tokens} tokens, but the context holds {max_model_len} "
-            "with the answer; shorten the prompt",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(str(prompt_tokens), max_model_len)
     if max_tokens is None:
         return min(DEFAULT_MAX_TOKENS, room)
     if max_tokens > room:

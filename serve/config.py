@@ -26,8 +26,7 @@ class ServeConfig:
     drain_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.served_model_name:
-            raise ConfigError("served_model_name must not be empty")
+        check_served_model_name(self.served_model_name)
         if not self.host:
             raise ConfigError("host must not be empty; 0.0.0.0 listens on every interface")
         if not 0 <= self.port <= 65535:
@@ -38,3 +37,13 @@ class ServeConfig:
             raise ConfigError(f"keep_alive_seconds must be over 0, not {self.keep_alive_seconds}")
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds must be at least 0, not {self.drain_seconds}")
+
+
+def check_served_model_name(name: str) -> None:
+    """Raises ConfigError for a name that no request could give: empty or not Unicode text."""
+    if not name:
+        raise ConfigError("served_model_name must not be empty")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"served_model_name {name!r} is not UTF-8; choose another") from None

@@ -37,6 +37,13 @@ def with_rope(**changes: Any) -> Fields:
 
 
 UNSUPPORTED: dict[str, tuple[Fields, tuple[str, ...]]] = {
+    "RoPE scaling at the top": (
+        published_config("4B") | {"rope_scaling": {"type": "yarn"}},
+        ("rope_scaling", "yarn"),
+    ),
+    "local experts": (with_text(num_local_experts=8), ("num_local_experts", "8")),
+    "two RoPE bases": (with_text(rope_theta=1e4), ("rope_theta", "contradicts")),
+    "negative section": (with_rope(mrope_section=[100, -79, 11]), ("mrope_section",)),
     "experts": (with_text(num_experts=128), ("num_experts", "128")),
     "experts a token": (with_text(num_experts_per_tok=8), ("num_experts_per_tok", "8")),
     "dense layers among experts": (with_text(mlp_only_layers=[0]), ("mlp_only_layers",)),

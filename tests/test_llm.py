@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -449,3 +450,22 @@ def test_a_warm_up_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(loaded.engine, "has_work", lambda: True)
     with pytest.raises(ConfigError, match="can't generate a token: the device failed"):
         loaded.warm_up()
+
+
+def test_threads_that_share_an_llm_get_their_own_results():
+    llm = default_llm()
+    prompts = [[index + 1] * 3 for index in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def whole(prompt: list[int]) -> list[int]:
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    def streamed(prompt: list[int]) -> list[int]:
+        return [token_id for delta in llm.stream(prompt, params) for token_id in delta.token_ids]
+
+    alone = [whole(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(whole, prompts))
+        streams = list(threads.map(streamed, prompts))
+    assert together == alone
+    assert streams == alone

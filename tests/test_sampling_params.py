@@ -4,6 +4,7 @@ import math
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qwen35_jax.errors import InvalidRequestError
@@ -154,3 +155,14 @@ def test_params_are_hashable_and_can_not_be_changed() -> None:
 def test_options_have_no_positions() -> None:
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # pyright: ignore[reportCallIssue]
+
+
+def test_numpy_numbers_are_numbers():
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), top_k=np.int32(2))  # pyright: ignore[reportArgumentType]
+    assert (params.temperature, params.seed, params.top_k) == (0.5, 3, 2)
+    assert {type(params.temperature), type(params.seed)} == {float, int}
+
+
+def test_too_many_stop_ids_are_refused():
+    with pytest.raises(InvalidRequestError, match="stop_token_ids must be at most 1024 ids"):
+        SamplingParams(stop_token_ids=[1] * 1025)

@@ -4,8 +4,8 @@ Rows of a batch share every step. A row that has finished rides along until the 
 """
 
 import random
-from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class StaticBatchEngine:
     max_num_seqs: int
     stop_token_ids: frozenset[int]
     seed: int = 0
-    _waiting: deque[Row] = field(default_factory=deque)
+    _waiting: dict[str, Row] = field(default_factory=dict)  # first come, first served
     _batch: Batch | None = None
     _ended: list[TokenOutput] = field(default_factory=list)
 
@@ -74,20 +74,20 @@ class StaticBatchEngine:
         check_prompt(request.prompt_token_ids, self.vocabulary_size, self.max_model_len)
         seed = request.params.seed
         room = self.max_model_len - len(request.prompt_token_ids)
-        self._waiting.append(
-            Row(
-                request=request,
-                seed=self._seeds.getrandbits(64) if seed is None else seed,
-                limit=min(room, request.params.max_tokens or room),
-            )
+        self._waiting[request.request_id] = Row(
+            request=request,
+            seed=self._seeds.getrandbits(64) if seed is None else seed,
+            limit=min(room, request.params.max_tokens or room),
         )
 
     def abort(self, request_id: str) -> None:
-        running = self._batch.rows if self._batch else []
-        for row in [*self._waiting, *running]:
+        row = self._waiting.pop(request_id, None)
+        if row is not None:
+            self._end_early(row, "abort")
+            return
+        for row in self._batch.rows if self._batch else []:
             if row.request.request_id == request_id and not row.finished:
                 self._end_early(row, "abort")
-        self._waiting = deque(row for row in self._waiting if not row.finished)
         self._drop_finished_batch()
 
     def has_work(self) -> bool:
@@ -111,7 +111,7 @@ class StaticBatchEngine:
         return outputs
 
     def close(self) -> None:
-        rows = [*self._waiting, *(self._batch.rows if self._batch else [])]
+        rows = [*self._waiting.values(), *(self._batch.rows if self._batch else [])]
         for row in rows:
             if not row.finished:
                 self._end_early(row, "abort")
@@ -120,7 +120,7 @@ class StaticBatchEngine:
 
     def _take_waiting(self) -> list[Row]:
         count = min(len(self._waiting), self.max_num_seqs)
-        return [self._waiting.popleft() for _ in range(count)]
+        return [self._waiting.pop(request_id) for request_id in list(islice(self._waiting, count))]
 
     def _drop_finished_batch(self) -> None:
         """Give its device memory back now, not when the next request comes."""
