@@ -226,8 +226,7 @@ def _eos_token_ids(
     if value is None:
         return ()
     text = token_text(value)
-    is_text = text is not None and _is_unicode(text)
-    token_id = backend.token_to_id(text) if is_text else None
+    token_id = None if text is None or not _is_unicode(text) else backend.token_to_id(text)
     if token_id is None:
         raise TokenizerError(f"{config_path}: eos_token {value!r} is not in the vocabulary")
     return (token_id,)

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from qwen35_jax.errors import InvalidRequestError
 from serve.errors import ApiError
 
-
 # msgspec looks for the other half of a pair before it looks at what is there: with fewer than six
 # bytes left it calls the body truncated.
 LONE_SURROGATE_AT_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\].{0,4}\Z", re.DOTALL)
@@ -18,8 +17,8 @@ LONE_SURROGATE_AT_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\].{0,4}\Z
 async def read_json_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """The body as a dict.
 
-    Raises ApiError for a wrong content type or encoding (415) or size (413), InvalidRequestError for a body
-    that is no JSON object.
+    Raises ApiError for a wrong content type or encoding (415) or size (413), InvalidRequestError
+    for a body that is no JSON object.
     """
     _check_headers(request)
     body = await _read(request, max_bytes)

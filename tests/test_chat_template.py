@@ -460,6 +460,24 @@ def test_template_that_does_not_compile_names_its_file_and_line(tmp_path: Path, 
         ChatTemplate.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "9" * 5000 + " }}",
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "{% if a %}" * 150 + "{% endif %}" * 150,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ f(a=1, a=2) }}",
+        "{% break %}",
+    ],
+    ids=["digits", "loops", "conditions", "parentheses", "repeated argument", "break"],
+)
+def test_template_that_python_does_not_compile_is_one_line(source: str):
+    with pytest.raises(TokenizerError, match=r"^the name is not a valid template: ") as caught:
+        ChatTemplate(source, name="the name")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
 def test_template_that_is_no_string_is_refused(tmp_path: Path, name: str):
     write_json(tmp_path / name, {"chat_template": [{"name": "default", "template": "x"}]})

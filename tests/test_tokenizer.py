@@ -1,7 +1,9 @@
 """The tokenizer against the `tokenizers` library, on the tiny vocabulary and on the real one."""
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,9 @@ def test_eos_token_is_a_string_an_object_or_null(
     assert Tokenizer.from_directory(tmp_path).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("eos_token", ["<|nowhere|>", 5, ["<|im_end|>"], {}])
+@pytest.mark.parametrize(
+    "eos_token", ["<|nowhere|>", "\ud800", {"content": "\ud800"}, 5, ["<|im_end|>"], {}]
+)
 def test_eos_token_outside_the_vocabulary_is_refused(tmp_path: Path, eos_token: object):
     write_files(tmp_path, config=lambda config: config.update(eos_token=eos_token))
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: eos_token .* not in the"):
@@ -146,7 +150,17 @@ def test_added_token_spelled_differently_in_the_two_files_is_refused(tmp_path: P
         Tokenizer.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("entries", [[], {"x": {"content": "y"}}, {"290": {}}, {"290": "<a>"}])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        {"x": {"content": "y"}},
+        {"290": {}},
+        {"290": "<a>"},
+        {"290": {"content": "\ud800"}},
+        {"9" * 5000: {"content": "y"}},
+    ],
+)
 def test_malformed_added_tokens_are_refused(tmp_path: Path, entries: object):
     write_files(tmp_path, config=lambda config: config.update(added_tokens_decoder=entries))
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: added_tokens_decoder"):
@@ -220,6 +234,42 @@ def test_encode_splits_digits_and_normalises_to_composed_characters(tokenizer: T
 def test_lone_surrogate_is_refused_with_its_place(tokenizer: Tokenizer, text: str, place: int):
     with pytest.raises(InvalidRequestError, match=f"lone surrogate .* at character {place}"):
         tokenizer.encode(text)
+
+
+def test_encoding_lets_other_threads_run(tokenizer: Tokenizer):
+    text = "hello world 2024 " * 60_000
+    with ThreadPoolExecutor(1) as executor:
+        encoding = executor.submit(tokenizer.encode, text)
+        ticks = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            ticks += 1
+    assert ticks > 10
+
+
+@pytest.mark.parametrize(
+    "text", ["<tts_text_bos_single>", "e\u0301", "\u1112\u1161\u11ab", "\u2126\u0313\u0300\u0345"]
+)
+def test_no_token_stands_for_more_bytes_than_the_longest(tokenizer: Tokenizer, text: str):
+    # The longest is <tts_text_bos_single>, times three for what NFC may take away.
+    assert tokenizer.longest_token_bytes == 63
+    assert len(text.encode()) <= 63 * len(tokenizer.encode(text))
+
+
+def test_there_is_no_longest_token_where_one_takes_white_space_along(tmp_path: Path):
+    def strip(config: dict[str, Any]) -> None:
+        config["added_tokens_decoder"]["319"]["lstrip"] = True
+
+    write_files(tmp_path, config=strip)
+    assert Tokenizer.from_directory(tmp_path).longest_token_bytes is None
+
+
+@pytest.mark.parametrize(("normalizer", "expected"), [(None, 21), ({"type": "Lowercase"}, None)])
+def test_the_longest_token_depends_on_what_normalising_takes_away(
+    tmp_path: Path, normalizer: object, expected: int | None
+):
+    write_files(tmp_path, vocabulary=lambda vocabulary: vocabulary.update(normalizer=normalizer))
+    assert Tokenizer.from_directory(tmp_path).longest_token_bytes == expected
 
 
 # Ids to text

@@ -11,7 +11,6 @@ from tests.serve.harness import (
     MODEL_NAME,
     TestEngine,
     complete,
-    error_of,
     run,
     serving,
     until,
@@ -158,10 +157,23 @@ def test_several_prompts_give_choices_in_their_order(
         assert total == sum(one["usage"][name] for one in alone)
 
 
-def test_long_prompts_are_encoded_like_short_ones(tokenizer: Tokenizer):
-    response = complete(tokenizer, prompt="hello " * 2000)
-    assert response.status_code == 400
-    assert f"{len(tokenizer.encode('hello ' * 2000))} tokens" in error_of(response)["message"]
+def test_long_prompts_are_encoded_like_short_ones(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = ["hello world", "a"]
+    inline = complete(tokenizer, prompt=prompts).json()
+    monkeypatch.setattr("serve.completions.MAX_INLINE_CHARACTERS", 3)
+    beside = complete(tokenizer, prompt=prompts).json()
+    assert (inline["choices"], inline["usage"]) == (beside["choices"], beside["usage"])
+
+
+def test_prompts_of_one_limit_share_their_checked_params(tokenizer: Tokenizer):
+    engine = TestEngine(ids=[1])
+    complete(tokenizer, engine, prompt=[[1], [2], [1] * 90], stop_token_ids=[5])
+    first, second, third = (request.params for request in engine.submitted)
+    assert first is second
+    assert (first.max_tokens, third.max_tokens) == (16, 10)
+    assert first.stop_token_ids == third.stop_token_ids == (5,)
 
 
 @pytest.mark.parametrize(

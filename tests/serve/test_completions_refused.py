@@ -72,6 +72,37 @@ def test_a_prompt_over_the_context_names_both_numbers(tokenizer: Tokenizer):
     assert str(MAX_MODEL_LEN) in error["message"]
 
 
+@pytest.mark.parametrize("prompt", ["x" * 10_000, ["a", "x" * 10_000], "é" * 5_000])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, prompt: Any
+):
+    def encode(self: Tokenizer, text: str) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    response = complete(tokenizer, prompt=prompt)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert f"more than {MAX_MODEL_LEN} tokens" in error["message"]
+
+
+def test_a_long_text_of_few_tokens_is_taken(tokenizer: Tokenizer):
+    text = "<tts_text_bos_single>" * (MAX_MODEL_LEN - 1)
+    response = complete(tokenizer, prompt=text, max_tokens=1)
+    assert response.json()["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 1
+
+
+@pytest.mark.parametrize("prompt", ["a", [1]])
+def test_too_many_prompts_are_refused(tokenizer: Tokenizer, prompt: Any):
+    assert complete(tokenizer, prompt=[prompt] * 2048, max_tokens=1).status_code == 200
+    response = complete(tokenizer, prompt=[prompt] * 2049, max_tokens=1)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("prompt", "too_many_prompts")
+    assert "at most 2048" in error["message"]
+
+
 def test_max_tokens_over_the_context_names_all_numbers(tokenizer: Tokenizer):
     response = complete(tokenizer, prompt=[1] * 30, max_tokens=71)
     assert response.status_code == 400

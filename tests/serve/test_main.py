@@ -218,6 +218,20 @@ def test_a_second_signal_ends_long_streams_at_once(tmp_path: Path):
         assert time.monotonic() - started < 5
 
 
+def test_a_signal_stops_a_server_whose_stderr_nobody_reads(tmp_path: Path):
+    with server_process(tmp_path) as (process, curl_line):
+        body = {"prompt": "a", "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", shlex.split(curl_line)[2], json=body) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            assert process.stderr is not None
+            process.stderr.close()
+            process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert events_of(text)[-1] == "[DONE]"
+        assert process.wait(WAIT_SECONDS + 10) == 0
+
+
 def test_the_curl_line_works(tmp_path: Path):
     with server_process(tmp_path) as (process, curl_line):
         _, _, url, _, header, _, body = shlex.split(curl_line)
@@ -244,6 +258,8 @@ def test_a_busy_port_is_one_line_before_anything_is_loaded(capsys: pytest.Captur
         (["--port", "65536"], "--port"),
         (["--max-model-len", "0"], "max_model_len"),
         (["--max-num-seqs", "-1"], "max_num_seqs"),
+        (["--served-model-name", ""], "served_model_name must not be empty"),
+        (["--served-model-name", "a\udcff"], r"'a\udcff' is not UTF-8"),
         (["--host", "256.0.0.1", "--port", "0"], "256.0.0.1"),
         (["--host", "x" * 70 + ".invalid", "--port", "0"], "invalid"),
     ],
