@@ -18,61 +18,15 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
-from tokenizers.processors import ByteLevel as ByteLevelProcessor
-from tokenizers.trainers import BpeTrainer
 
 from qwen35_jax.config import cache_directory
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.tokenizer_recipe import ADDED_TOKENS, tokenizer_config, train_tokenizer
 
 DEFAULT_MODEL_NAME = "qwen3.5-tiny-random"
 NUM_BYTE_AND_MERGED_TOKENS = 956
 MAX_POSITION_EMBEDDINGS = 8192
 WEIGHT_SEED = 0
-
-# (spelling, special), in id order. tokenizer.json holds the first 26 and tokenizer_config.json all
-# of them, as in the published files.
-ADDED_TOKENS: tuple[tuple[str, bool], ...] = (
-    ("<|endoftext|>", True),
-    ("<|im_start|>", True),
-    ("<|im_end|>", True),
-    ("<|object_ref_start|>", True),
-    ("<|object_ref_end|>", True),
-    ("<|box_start|>", True),
-    ("<|box_end|>", True),
-    ("<|quad_start|>", True),
-    ("<|quad_end|>", True),
-    ("<|vision_start|>", True),
-    ("<|vision_end|>", True),
-    ("<|vision_pad|>", True),
-    ("<|image_pad|>", True),
-    ("<|video_pad|>", True),
-    ("<tool_call>", False),
-    ("</tool_call>", False),
-    ("<|fim_prefix|>", False),
-    ("<|fim_middle|>", False),
-    ("<|fim_suffix|>", False),
-    ("<|fim_pad|>", False),
-    ("<|repo_name|>", False),
-    ("<|file_sep|>", False),
-    ("<tool_response>", False),
-    ("</tool_response>", False),
-    ("<think>", False),
-    ("</think>", False),
-    ("<|audio_start|>", True),
-    ("<|audio_end|>", True),
-    ("<tts_pad>", True),
-    ("<tts_text_bos>", True),
-    ("<tts_text_eod>", True),
-    ("<tts_text_bos_single>", True),
-    ("<|audio_pad|>", True),
-)
-NUM_ADDED_IN_VOCABULARY_FILE = 26
-
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 _SHARDS = (
     "model.safetensors-00001-of-00002.safetensors",
@@ -138,6 +92,7 @@ def _recipe_hash() -> str:
     # The libraries are too: a new release may train other merges or draw other numbers.
     parts = (
         _package_file("default_model.py"),
+        _package_file("tokenizer_recipe.py"),
         _package_file("assets/tokenizer_text.txt"),
         _package_file("assets/chat_template.jinja"),
         f"{np.__version__} {tokenizers.__version__}".encode(),
@@ -150,7 +105,8 @@ def _package_file(name: str) -> bytes:
 
 
 def _write_checkpoint(directory: Path) -> None:
-    tokenizer = _train_tokenizer()
+    text = _package_file("assets/tokenizer_text.txt").decode()
+    tokenizer = train_tokenizer([text], NUM_BYTE_AND_MERGED_TOKENS)
     ids = {
         content: NUM_BYTE_AND_MERGED_TOKENS + place
         for place, (content, _) in enumerate(ADDED_TOKENS)
@@ -158,7 +114,10 @@ def _write_checkpoint(directory: Path) -> None:
     config = _config(ids)
     _write_json(directory / "config.json", config)
     _write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(ids))
+    _write_json(
+        directory / "tokenizer_config.json",
+        tokenizer_config(NUM_BYTE_AND_MERGED_TOKENS, model_max_length=MAX_POSITION_EMBEDDINGS),
+    )
     (directory / "chat_template.jinja").write_bytes(_package_file("assets/chat_template.jinja"))
     _write_weights(directory, config["text_config"])
 
@@ -169,63 +128,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8", newline="\n")
-
-
-def _train_tokenizer() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
-        ]
-    )
-    tokenizer.post_processor = ByteLevelProcessor(
-        add_prefix_space=False, trim_offsets=False, use_regex=False
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=NUM_BYTE_AND_MERGED_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = _package_file("assets/tokenizer_text.txt").decode()
-    tokenizer.train_from_iterator([text], trainer)
-    size = tokenizer.get_vocab_size()
-    assert size == NUM_BYTE_AND_MERGED_TOKENS, f"the text is too short: {size} tokens"
-    tokenizer.add_tokens(
-        [
-            AddedToken(content, special=special, normalized=False)
-            for content, special in ADDED_TOKENS[:NUM_ADDED_IN_VOCABULARY_FILE]
-        ]
-    )
-    return tokenizer
-
-
-def _tokenizer_config(ids: dict[str, int]) -> dict[str, Any]:
-    return {
-        "add_prefix_space": False,
-        "added_tokens_decoder": {
-            str(ids[content]): {
-                "content": content,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": special,
-            }
-            for content, special in ADDED_TOKENS
-        },
-        "bos_token": None,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "model_max_length": MAX_POSITION_EMBEDDINGS,
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": None,
-    }
 
 
 def _config(ids: dict[str, int]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ import tokenizers
 
 from qwen35_jax import default_model
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.default_model import ADDED_TOKENS, default_model_directory
+from qwen35_jax.default_model import default_model_directory
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.tokenizer import Tokenizer
+from qwen35_jax.tokenizer_recipe import ADDED_TOKENS
 
 
 @pytest.fixture

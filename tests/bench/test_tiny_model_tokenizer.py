@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.tiny_model.fact_tasks import FACTS, fill, known_countries
-from bench.tiny_model.make_tokenizer import (
-    ADDED_TOKENS,
-    NUM_ADDED_IN_VOCABULARY_FILE,
-    NUM_BYTE_AND_MERGED_TOKENS,
-    main,
-    train_tokenizer,
-)
+from bench.tiny_model.make_tokenizer import NUM_BYTE_AND_MERGED_TOKENS, main, training_texts
 from qwen35_jax.tokenizer import Tokenizer
+from qwen35_jax.tokenizer_recipe import ADDED_TOKENS, NUM_ADDED_IN_VOCABULARY_FILE, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,10 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 def test_training_again_gives_the_same_file(directory: Path):
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-    assert text == train_tokenizer().to_str(pretty=True) + "\n"
+    assert (
+        text
+        == train_tokenizer(training_texts(), NUM_BYTE_AND_MERGED_TOKENS).to_str(pretty=True) + "\n"
+    )
 
 
 def test_the_added_tokens_follow_the_vocabulary_in_order(directory: Path, tokenizer: Tokenizer):
