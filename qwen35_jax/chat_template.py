@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from qwen35_jax.default_model import default_model_files
 from qwen35_jax.errors import InvalidRequestError, TokenizerError
 from qwen35_jax.tokenizer import one_line, read_json_object, token_text
 
@@ -88,8 +88,8 @@ class ChatTemplate:
 
     @classmethod
     def built_in(cls) -> "ChatTemplate":
-        """The project's own template: the rules of the published Qwen3.5 4B one."""
-        asset = resources.files("qwen35_jax") / "assets" / "chat_template.jinja"
+        """The embedded default model's template: the rules of the published Qwen3.5 4B one."""
+        asset = default_model_files() / "chat_template.jinja"
         return cls(asset.read_text(encoding="utf-8"), name="the built-in chat template")
 
     def render(

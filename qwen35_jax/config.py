@@ -1,7 +1,7 @@
 """What the model is (ModelConfig, from the checkpoint) and how to run it (EngineConfig).
 
 Both are frozen and hashable, so that they can be static arguments of jitted functions, and both are
-checked once, when they are made. Environment variables are read here and nowhere else.
+checked once, when they are made.
 """
 
 import math
@@ -233,20 +233,6 @@ class EngineConfig:
         seed_is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if not seed_is_integer or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer of 64 bits, not {shown(self.seed)}")
-
-
-def cache_directory() -> Path:
-    """Where this program keeps what it can make again: QWEN35_CACHE_DIR, else the user's cache."""
-    chosen = os.environ.get("QWEN35_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = Path(chosen) if chosen else Path(base) / "qwen35-jax"
-    try:
-        return directory.expanduser()
-    except RuntimeError:
-        raise ConfigError(
-            f"the cache directory {directory} is in a home that can't be found; set "
-            "QWEN35_CACHE_DIR to a directory"
-        ) from None
 
 
 def _check_multiple(config: ModelConfig, larger: str, smaller: str) -> None:

@@ -4,7 +4,7 @@
     for result in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
         print(result.outputs[0].text)
 
-One engine serves all calls; a prompt that can't run fails alone.
+`chat` takes conversations. One engine serves all calls; a prompt that can't run fails alone.
 """
 
 import os
@@ -13,22 +13,28 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any
 
 from tqdm import tqdm
 
+from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.config import EngineConfig
+from qwen35_jax.conversations import (
+    Conversation,
+    Tools,
+    as_conversations,
+    render_conversations,
+    template_from_text,
+)
 from qwen35_jax.engine.request import Engine, Request, TokenLogprobs, TokenOutput
 from qwen35_jax.engine.text_stream import TextDelta, TextStream
-from qwen35_jax.errors import ConfigError, InvalidRequestError
+from qwen35_jax.errors import ConfigError, InvalidRequestError, TokenizerError
 from qwen35_jax.loading import LoadedEngine, load_engine
 from qwen35_jax.model.transformer import Qwen35
 from qwen35_jax.outputs import CompletionOutput, RequestOutput
+from qwen35_jax.prompts import Prompt, as_prompts, one_a_prompt, prompt_ids
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class GenerationError(RuntimeError):
@@ -59,6 +65,7 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         self._loaded: LoadedEngine | None = load_engine(config)
+        self._template: ChatTemplate | None = None
         self._request_numbers = count()
         # Held while the engine is touched; a thread may generate between its own stream's deltas.
         self._lock = threading.RLock()
@@ -92,6 +99,19 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self.loaded.tokenizer
 
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's own. Raises TokenizerError where it has none, or one that is wrong."""
+        directory = self.loaded.directory
+        if self._template is None:
+            self._template = ChatTemplate.from_directory(directory)
+        if self._template is None:
+            raise TokenizerError(
+                f"{directory} has no chat template; give chat() one as chat_template, or "
+                "generate() the whole prompt"
+            )
+        return self._template
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -104,11 +124,69 @@ class LLM:
         sampling_params: one for all, or one a prompt. A prompt that can't run gives a
         RequestOutput with `error` set; the others are not affected. Threads take turns.
         """
-        prompts = _as_prompts(prompts)
-        params = _one_a_prompt(sampling_params, len(prompts))
+        prompts = as_prompts(prompts)
+        params = one_a_prompt(sampling_params, len(prompts))
         # The engine is one thread's at a time.
         with self._lock:
             return self._generate(self.loaded.engine, prompts, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Tools | Sequence[Tools | None] | None = None,
+        enable_thinking: bool | Sequence[bool | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer each conversation: `generate` on the prompt that the chat template makes of it.
+
+            result = llm.chat([{"role": "user", "content": "Hello"}])[0]
+            print(result.outputs[0].text)
+
+        The text is all that the model says, with a thinking model's thoughts up to </think>.
+
+        messages: a conversation, which is a list of OpenAI chat messages, or a list of them.
+        sampling_params: one for all, or one a conversation. The default one ends after 16 tokens:
+            give max_tokens, or max_tokens=None for answers up to the end of the context.
+        chat_template: a Jinja template's text in the place of the checkpoint's.
+        add_generation_prompt: end the prompt with the start of the assistant's turn.
+        tools: OpenAI tool definitions for all, or a list with one such list a conversation.
+        enable_thinking: whether to think first, for all or one a conversation; None leaves it to
+            the template.
+        chat_template_kwargs: more names for the template, for all.
+
+        A conversation that the template refuses gives a RequestOutput with `error` set; the others
+        are not affected. Raises TokenizerError where the template is missing or doesn't compile,
+        InvalidRequestError for options that fit no conversation.
+        """
+        conversations = as_conversations(messages)
+        params = one_a_prompt(sampling_params, len(conversations))
+        if chat_template is None:
+            template = self.chat_template
+        else:
+            template = template_from_text(chat_template, self.loaded.directory)
+        prompts = render_conversations(
+            template,
+            conversations,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=enable_thinking,
+            template_kwargs=chat_template_kwargs,
+        )
+        texts = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        answers = self.generate(
+            list(texts.values()), [params[place] for place in texts], use_tqdm=use_tqdm
+        )
+        answer_at = dict(zip(texts, answers, strict=True))
+        return [
+            answer_at.get(place)
+            or RequestOutput(self._next_request_id(), None, [], error=str(prompt))
+            for place, prompt in enumerate(prompts)
+        ]
 
     def _generate(
         self,
@@ -121,11 +199,11 @@ class LLM:
         ordered: list[_Result] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_id = f"request-{next(self._request_numbers)}"
+                request_id = self._next_request_id()
                 result = _Result(request_id, prompt, one, self.tokenizer)
                 ordered.append(result)
                 try:
-                    result.token_ids = self._prompt_ids(prompt)
+                    result.token_ids = prompt_ids(prompt, self.tokenizer)
                     results[request_id] = result
                     engine.submit(Request(request_id, tuple(result.token_ids), one))
                 except InvalidRequestError as error:
@@ -148,9 +226,9 @@ class LLM:
         Raises InvalidRequestError for a prompt that can't run, GenerationError (from the iterator)
         when the engine fails.
         """
-        (params,) = _one_a_prompt(sampling_params, 1)
-        ids = tuple(self._prompt_ids(prompt))
-        request = Request(f"request-{next(self._request_numbers)}", ids, params)
+        (params,) = one_a_prompt(sampling_params, 1)
+        ids = tuple(prompt_ids(prompt, self.tokenizer))
+        request = Request(self._next_request_id(), ids, params)
         deltas = self._deltas(self.loaded.engine, request, TextStream(self.tokenizer, params))
         # A generator that was never started would not run its `finally` when it is closed.
         next(deltas)
@@ -178,6 +256,9 @@ class LLM:
                 del self._streams[request.request_id]
                 engine.abort(request.request_id)
 
+    def _next_request_id(self) -> str:
+        return f"request-{next(self._request_numbers)}"
+
     def _step(self, engine: Engine) -> list[TokenOutput]:
         """Step the engine. Open streams get their outputs, the caller the others."""
         others: list[TokenOutput] = []
@@ -204,26 +285,6 @@ class LLM:
                     bar.update()
                     if output.finish_reason is None:  # a stop string, which only the text shows
                         engine.abort(output.request_id)
-
-    def _prompt_ids(self, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping):
-            raise InvalidRequestError(
-                f"a prompt is text or a list of token ids, not a mapping with "
-                f"{', '.join(map(str, prompt))}: attention masks and padding are not taken; "
-                "pass each sequence's own ids",
-                param="prompt",
-            )
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()  # pyright: ignore[reportAttributeAccessIssue]  (an array)
-        if not _is_list(prompt) or not all(
-            isinstance(token_id, Integral) and not isinstance(token_id, bool) for token_id in prompt
-        ):
-            raise InvalidRequestError(
-                f"a prompt is text or a list of token ids, not {prompt!r:.80}", param="prompt"
-            )
-        return [int(token_id) for token_id in prompt]
 
 
 @dataclass
@@ -260,47 +321,3 @@ class _Result:
             outputs.append(completion)
         prompt = self.prompt if isinstance(self.prompt, str) else None
         return RequestOutput(self.request_id, prompt, self.token_ids, outputs, self.error)
-
-
-def _as_prompts(prompts: object) -> list[Any]:
-    """One prompt or a list of them -> a list. A flat list of ints is one prompt of ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()  # pyright: ignore[reportAttributeAccessIssue]
-    if not _is_list(prompts):
-        raise InvalidRequestError(
-            f"prompts must be text, token ids or a list of those, not {type(prompts).__name__}",
-            param="prompts",
-        )
-    if prompts and all(isinstance(item, Integral) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    # bytes are a sequence of integers too, but hardly meant as token ids.
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
-
-
-def _one_a_prompt(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * prompts
-    if not _is_list(sampling_params) or not all(
-        isinstance(one, SamplingParams) for one in sampling_params
-    ):
-        raise InvalidRequestError(
-            "sampling_params must be a SamplingParams, or a list with one for each prompt, not "
-            f"{sampling_params!r:.80}",
-            param="sampling_params",
-        )
-    if len(sampling_params) != prompts:
-        raise InvalidRequestError(
-            f"sampling_params has {len(sampling_params)} entries for {prompts} prompts",
-            param="sampling_params",
-        )
-    return list(sampling_params)

@@ -58,8 +58,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     if config.model is None:
         directory, name = default_model_directory(), DEFAULT_MODEL_NAME
         logger.info(
-            "The embedded default model has random weights, so that its text is noise. Name "
-            "another: a checkpoint directory or a hub id."
+            "No model is named: the embedded default is tiny and knows what it was trained for and "
+            "little else. Name another: a checkpoint directory or a hub id."
         )
     else:
         directory, name = resolve_model(config.model), str(config.model)

@@ -1,4 +1,4 @@
-"""What every test runs under: JAX on the CPU, no network, a cache of its own."""
+"""What every test runs under: JAX on the CPU, no network."""
 
 import os
 
@@ -16,13 +16,6 @@ from hypothesis import settings
 # A failure on one machine is a failure on every other: no random seeds, no time limits.
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN35_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

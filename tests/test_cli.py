@@ -312,14 +312,14 @@ def test_a_reader_that_leaves_is_no_traceback(checkpoint: Path):
     assert "BrokenPipe" not in errors
 
 
-def run_generate(redirection: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_generate(redirection: str) -> subprocess.CompletedProcess[str]:
     """`qwen35 generate` behind a shell that closes or breaks one of its streams."""
     command = f'exec "{sys.executable}" -m qwen35_jax.cli generate --max-tokens 3 {redirection}'
     return subprocess.run(
         ["bash", "-c", command],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         check=False,
     )
 
@@ -336,11 +336,4 @@ def test_closed_or_full_streams_give_no_traceback(redirection: str, code: int, m
     finished = run_generate(redirection)
     assert finished.returncode == code
     assert message in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
-def test_a_cache_in_nobodys_home_is_one_line():
-    finished = run_generate("--prompt a", QWEN35_CACHE_DIR="~nosuchuser/x")
-    assert finished.returncode == 2
-    assert "set QWEN35_CACHE_DIR" in finished.stderr
     assert "Traceback" not in finished.stderr

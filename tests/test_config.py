@@ -1,4 +1,4 @@
-"""ModelConfig from files and dicts, EngineConfig, and the cache directory."""
+"""ModelConfig from files and dicts, and EngineConfig."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen35_jax.config import EngineConfig, ModelConfig, cache_directory
+from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.errors import ConfigError
 from tests.support.published_configs import SIZES, published_config
 from tests.support.tiny_models import TINY_CONFIGS, text_config
@@ -188,13 +188,3 @@ def test_engine_option_of_a_wrong_value_is_named(field: str, values: list[object
         options: Fields = {field: value}
         with pytest.raises(ConfigError, match=field):
             EngineConfig(**options)
-
-
-def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QWEN35_CACHE_DIR", "/chosen")
-    assert cache_directory() == Path("/chosen")
-    monkeypatch.delenv("QWEN35_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/base")
-    assert cache_directory() == Path("/base/qwen35-jax")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache" / "qwen35-jax"

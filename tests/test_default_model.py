@@ -1,10 +1,8 @@
-"""The embedded default model: the real layout, the same bytes every time, safe to make at once."""
+"""The embedded default model: whole, small, in the published layout, shipped and only ever read."""
 
 import json
-import os
-import subprocess
-import sys
-import time
+import tomllib
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -14,173 +12,179 @@ import safetensors
 import safetensors.numpy
 import tokenizers
 
+from bench.tiny_model.tokenizer_recipe import ADDED_TOKENS
 from qwen35_jax import default_model
-from qwen35_jax.config import ModelConfig
+from qwen35_jax.chat_template import ChatTemplate
+from qwen35_jax.checkpoint import load_checkpoint
+from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.default_model import default_model_directory
+from qwen35_jax.engine.static_batch import StaticBatchEngine
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.loading import load_engine
+from qwen35_jax.model.transformer import parameter_count
 from qwen35_jax.tokenizer import Tokenizer
-from qwen35_jax.tokenizer_recipe import ADDED_TOKENS
+
+REPOSITORY = Path(__file__).parents[1]
+DIRECTORY = default_model_directory()
+FILES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+MOST_WEIGHT_BYTES = 12_000_000
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cache = tmp_path / "not" / "there" / "yet"
-    monkeypatch.setenv("QWEN35_CACHE_DIR", str(cache))
-    return cache
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for path in DIRECTORY.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(path)
+    return found
 
 
-def _contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(DIRECTORY)
 
 
-def _tensors(directory: Path) -> dict[str, np.ndarray]:
-    tensors: dict[str, np.ndarray] = {}
-    for path in directory.glob("*.safetensors"):
-        tensors |= safetensors.numpy.load_file(path)
-    return tensors
+def test_the_directory_holds_the_published_files_and_nothing_else():
+    assert sorted(path.name for path in DIRECTORY.iterdir()) == sorted(FILES)
+    assert sum(path.stat().st_size for path in DIRECTORY.glob("*.safetensors")) <= MOST_WEIGHT_BYTES
 
 
-def test_it_is_made_once_and_found_again(cache: Path) -> None:
-    directory = default_model_directory()
-    assert directory.parent == cache
-    written = (directory / "config.json").stat().st_mtime_ns
-    assert default_model_directory() == directory
-    assert (directory / "config.json").stat().st_mtime_ns == written
+def test_the_wheel_ships_every_file():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["qwen35_jax"]
+    package = REPOSITORY / "qwen35_jax"
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    assert shipped == {path for path in (package / "assets").rglob("*") if path.is_file()}
+    assert {DIRECTORY / name for name in FILES} <= shipped
 
 
-def test_every_file_has_the_same_bytes_in_another_process(cache: Path) -> None:
-    first = default_model_directory()
-    other_cache = cache.parent / "other"
-    code = "from qwen35_jax.default_model import default_model_directory as make; print(make())"
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "QWEN35_CACHE_DIR": str(other_cache), "PYTHONHASHSEED": "7"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    second = Path(made.stdout.strip())
-    assert second.name == first.name
-    assert _contents(second) == _contents(first)
+def test_the_package_holds_one_chat_template():
+    templates = [path for path in (REPOSITORY / "qwen35_jax").rglob("*") if ".jinja" in path.name]
+    assert templates == [DIRECTORY / "chat_template.jinja"]
+    messages = [{"role": "user", "content": "Hello"}]
+    template = ChatTemplate.from_directory(DIRECTORY)
+    assert template is not None
+    assert template.render(messages) == ChatTemplate.built_in().render(messages)
 
 
-def test_it_is_made_in_under_a_second(cache: Path) -> None:
-    start = time.process_time()
-    default_model_directory()
-    assert time.process_time() - start < 1.0
-
-
-def test_the_directory_holds_the_published_files(cache: Path) -> None:
-    assert sorted(_contents(default_model_directory())) == [
-        "chat_template.jinja",
-        "config.json",
-        "model.safetensors-00001-of-00002.safetensors",
-        "model.safetensors-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-
-
-def test_the_config_is_nested_and_read_by_model_config(cache: Path) -> None:
-    directory = default_model_directory()
-    assert "text_config" in json.loads((directory / "config.json").read_text())
-    config = ModelConfig.from_file(directory)
-    assert config.layer_types == ("linear_attention",) * 3 + ("full_attention",)
-    assert (config.hidden_size, config.intermediate_size) == (128, 256)
-    assert (config.head_dim, config.rotary_dim) == (64, 16)
-    assert (config.linear_num_key_heads, config.linear_num_value_heads) == (2, 4)
+def test_the_config_has_the_real_architecture_and_head_sizes():
+    assert "text_config" in json.loads((DIRECTORY / "config.json").read_text(encoding="utf-8"))
+    config = ModelConfig.from_file(DIRECTORY)
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    assert (config.head_dim, config.rotary_dim) == (256, 64)
+    assert (config.linear_key_head_dim, config.linear_value_head_dim) == (128, 128)
     assert config.max_position_embeddings == 8192
     assert config.tie_word_embeddings
 
 
-def test_the_index_names_every_tensor_of_both_shards_and_their_bytes(cache: Path) -> None:
-    directory = default_model_directory()
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
+def test_the_index_names_every_tensor_and_their_bytes(tensors: dict[str, np.ndarray]):
+    index = json.loads((DIRECTORY / "model.safetensors.index.json").read_text(encoding="utf-8"))
     found: dict[str, str] = {}
-    for path in directory.glob("*.safetensors"):
+    for path in DIRECTORY.glob("*.safetensors"):
         with safetensors.safe_open(path, framework="numpy") as shard:
             found |= dict.fromkeys(shard.keys(), path.name)
     assert index["weight_map"] == found
-    assert len(set(found.values())) == 2
-    total = sum(tensor.nbytes for tensor in _tensors(directory).values())
-    assert index["metadata"]["total_size"] == total
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_tensors_have_the_published_names_shapes_and_dtypes(cache: Path) -> None:
-    directory = default_model_directory()
-    tensors = _tensors(directory)
+def test_tensors_have_the_published_names_shapes_and_dtypes(tensors: dict[str, np.ndarray]):
+    config = ModelConfig.from_file(DIRECTORY)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_width = config.num_attention_heads * 256
+    key_value_width = config.num_key_value_heads * 256
+    value_heads = config.linear_num_value_heads
+    value_width = value_heads * 128
+    mixed_width = 2 * config.linear_num_key_heads * 128 + value_width
     root = "model.language_model"
-    linear, full = f"{root}.layers.0.linear_attn", f"{root}.layers.3.self_attn"
-    config = ModelConfig.from_file(directory)
-    expected = {
-        f"{root}.embed_tokens.weight": (config.vocab_size, 128),
-        f"{root}.norm.weight": (128,),
-        f"{root}.layers.0.input_layernorm.weight": (128,),
-        f"{root}.layers.0.post_attention_layernorm.weight": (128,),
-        f"{root}.layers.0.mlp.gate_proj.weight": (256, 128),
-        f"{root}.layers.0.mlp.up_proj.weight": (256, 128),
-        f"{root}.layers.0.mlp.down_proj.weight": (128, 256),
-        f"{linear}.in_proj_qkv.weight": (2 * 64 + 128, 128),
-        f"{linear}.in_proj_z.weight": (128, 128),
-        f"{linear}.in_proj_b.weight": (4, 128),
-        f"{linear}.in_proj_a.weight": (4, 128),
-        f"{linear}.conv1d.weight": (2 * 64 + 128, 1, 4),
-        f"{linear}.dt_bias": (4,),
-        f"{linear}.A_log": (4,),
-        f"{linear}.norm.weight": (32,),
-        f"{linear}.out_proj.weight": (128, 128),
-        f"{full}.q_proj.weight": (2 * 4 * 64, 128),
-        f"{full}.k_proj.weight": (2 * 64, 128),
-        f"{full}.v_proj.weight": (2 * 64, 128),
-        f"{full}.o_proj.weight": (128, 4 * 64),
-        f"{full}.q_norm.weight": (64,),
-        f"{full}.k_norm.weight": (64,),
+
+    def norms_and_mlp(layer: str) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+
+    def full_attention(part: str) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{part}.q_proj.weight": (2 * query_width, hidden),
+            f"{part}.k_proj.weight": (key_value_width, hidden),
+            f"{part}.v_proj.weight": (key_value_width, hidden),
+            f"{part}.o_proj.weight": (hidden, query_width),
+            f"{part}.q_norm.weight": (256,),
+            f"{part}.k_norm.weight": (256,),
+        }
+
+    def linear_attention(part: str) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{part}.in_proj_qkv.weight": (mixed_width, hidden),
+            f"{part}.in_proj_z.weight": (value_width, hidden),
+            f"{part}.in_proj_b.weight": (value_heads, hidden),
+            f"{part}.in_proj_a.weight": (value_heads, hidden),
+            f"{part}.conv1d.weight": (mixed_width, 1, 4),
+            f"{part}.dt_bias": (value_heads,),
+            f"{part}.A_log": (value_heads,),
+            f"{part}.norm.weight": (128,),
+            f"{part}.out_proj.weight": (hidden, value_width),
+        }
+
+    expected: dict[str, tuple[int, ...]] = {
+        f"{root}.embed_tokens.weight": (config.vocab_size, hidden),
+        f"{root}.norm.weight": (hidden,),
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        "mtp.norm.weight": (hidden,),
+        **norms_and_mlp("mtp.layers.0"),
+        **full_attention("mtp.layers.0.self_attn"),
     }
-    assert {name: tensors[name].shape for name in expected} == expected
-    # 2 at the root; 5 of norms and MLP in each layer; 9 of each delta layer; 6 of attention.
-    assert len(tensors) == 2 + 4 * 5 + 3 * 9 + 6
-    float32 = {name for name, tensor in tensors.items() if tensor.dtype == np.float32}
-    kept_in_float32 = {"A_log", "norm.weight"}
-    assert float32 == {
-        f"{root}.layers.{layer}.linear_attn.{name}"
-        for layer in range(3)
-        for name in kept_in_float32
-    }
-    assert all(tensors[name].dtype == ml_dtypes.bfloat16 for name in tensors.keys() - float32)
-    assert all(np.isfinite(tensor.astype(np.float32)).all() for tensor in tensors.values())
+    kept_in_float32: set[str] = set()
+    for number, layer_type in enumerate(config.layer_types):
+        layer = f"{root}.layers.{number}"
+        expected |= norms_and_mlp(layer)
+        if layer_type == "full_attention":
+            expected |= full_attention(f"{layer}.self_attn")
+        else:
+            expected |= linear_attention(f"{layer}.linear_attn")
+            kept_in_float32 |= {f"{layer}.linear_attn.{name}" for name in ("A_log", "norm.weight")}
+    # No lm_head: it is tied.
+    assert {name: tensor.shape for name, tensor in tensors.items()} == expected
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (np.float32 if name in kept_in_float32 else ml_dtypes.bfloat16), name
+        assert np.isfinite(tensor.astype(np.float32)).all(), name
 
 
-def test_the_vocabulary_is_padded_so_that_masking_matters(cache: Path) -> None:
-    directory = default_model_directory()
-    vocab_size = ModelConfig.from_file(directory).vocab_size
-    used = Tokenizer.from_directory(directory).vocabulary_size
-    assert used < vocab_size <= used + 64
+def test_it_loads_with_its_multi_token_prediction_layer(tensors: dict[str, np.ndarray]):
+    params = load_checkpoint(DIRECTORY, mtp=True, progress=False)
+    assert hasattr(params, "mtp")
+    assert parameter_count(params) == sum(tensor.size for tensor in tensors.values())
+
+
+def test_the_vocabulary_is_padded_so_that_masking_matters(tokenizer: Tokenizer):
+    vocab_size = ModelConfig.from_file(DIRECTORY).vocab_size
+    assert tokenizer.vocabulary_size < vocab_size < tokenizer.vocabulary_size + 64
     assert vocab_size % 64 == 0
 
 
-def test_added_tokens_have_the_ids_after_the_merges_and_their_flags(cache: Path) -> None:
-    tokenizer = Tokenizer.from_directory(default_model_directory())
+def test_added_tokens_have_the_ids_after_the_merges_and_their_flags(tokenizer: Tokenizer):
     first = tokenizer.vocabulary_size - len(ADDED_TOKENS)
-    assert len(ADDED_TOKENS) == 33
     for place, (content, special) in enumerate(ADDED_TOKENS):
         assert tokenizer.encode(content) == [first + place]
         assert tokenizer.is_special(first + place) is special
 
 
-def test_the_vocabulary_file_alone_lacks_the_last_seven_tokens(cache: Path) -> None:
-    directory = default_model_directory()
-    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+def test_the_vocabulary_file_alone_lacks_the_last_seven_tokens():
+    backend = tokenizers.Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
     assert backend.token_to_id("</think>") is not None
     assert backend.token_to_id("<|audio_start|>") is None
-
-
-def test_the_two_end_tokens_come_from_two_files(cache: Path) -> None:
-    directory = default_model_directory()
-    tokenizer = Tokenizer.from_directory(directory)
-    assert tokenizer.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
-    config = ModelConfig.from_file(directory)
-    assert config.eos_token_ids == (tokenizer.token_to_id("<|endoftext|>"),)
 
 
 @pytest.mark.parametrize(
@@ -193,106 +197,60 @@ def test_the_two_end_tokens_come_from_two_files(cache: Path) -> None:
         "",
     ],
 )
-def test_any_text_survives_the_tokenizer(cache: Path, text: str) -> None:
-    tokenizer = Tokenizer.from_directory(default_model_directory())
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_tokenizer_merges_common_words_and_splits_digits(cache: Path) -> None:
-    tokenizer = Tokenizer.from_directory(default_model_directory())
+def test_the_tokenizer_merges_common_words_and_splits_digits(tokenizer: Tokenizer):
     assert len(tokenizer.encode(" the capital")) == 2
     assert len(tokenizer.encode("1024")) == 4
 
 
-def test_the_chat_template_is_the_packaged_one(cache: Path) -> None:
-    template = default_model_directory() / "chat_template.jinja"
-    packaged = Path(default_model.__file__).parent / "assets" / "chat_template.jinja"
-    assert template.read_bytes() == packaged.read_bytes()
+def test_each_file_that_an_engine_may_read_ends_an_answer(tokenizer: Tokenizer):
+    end_of_turn, end_of_text = map(tokenizer.token_to_id, ("<|im_end|>", "<|endoftext|>"))
+    assert tokenizer.eos_token_ids == (end_of_turn,)
+    assert ModelConfig.from_file(DIRECTORY).eos_token_ids == (end_of_text, end_of_turn)
+    generation = json.loads((DIRECTORY / "generation_config.json").read_text(encoding="utf-8"))
+    assert generation["eos_token_id"] == [end_of_turn, end_of_text]
 
 
-def test_two_processes_make_it_at_once(cache: Path) -> None:
-    code = "from qwen35_jax.default_model import default_model_directory as make; print(make())"
-    racing = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    printed = {process.communicate()[0].strip() for process in racing}
-    assert [process.returncode for process in racing] == [0, 0, 0]
-    assert printed == {str(default_model_directory())}
-    assert [path.name for path in cache.iterdir()] == [default_model_directory().name]
+def test_it_is_a_model_directory_like_any_other_and_never_written_to(tokenizer: Tokenizer):
+    before = {path: path.stat().st_mtime_ns for path in (DIRECTORY, *DIRECTORY.iterdir())}
+    named = load_engine(EngineConfig(model=str(DIRECTORY)))
+    default = load_engine(EngineConfig())
+    assert named.directory == default.directory == DIRECTORY
+    assert default.model_name == "qwen3.5-tiny"
+    for loaded in (named, default):
+        engine = loaded.engine
+        assert isinstance(engine, StaticBatchEngine)
+        ends = {tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")}
+        assert engine.stop_token_ids == ends
+    after = {path: path.stat().st_mtime_ns for path in (DIRECTORY, *DIRECTORY.iterdir())}
+    assert after == before
 
 
-def test_a_process_that_loses_the_race_uses_the_winner_s(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_write = default_model._write_checkpoint
-
-    def write_while_another_wins(directory: Path) -> None:
-        monkeypatch.setattr(default_model, "_write_checkpoint", real_write)
-        default_model_directory()
-        real_write(directory)
-
-    monkeypatch.setattr(default_model, "_write_checkpoint", write_while_another_wins)
-    directory = default_model_directory()
-    assert [path.name for path in cache.iterdir()] == [directory.name]
-
-
-def test_a_failure_half_way_leaves_nothing_that_looks_finished(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(directory: Path, text_config: dict[str, object]) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(default_model, "_write_weights", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            default_model_directory()
-    assert list(cache.iterdir()) == []
-    assert default_model._is_whole(default_model_directory())
-
-
-def test_a_directory_that_lost_a_file_is_mended(cache: Path) -> None:
-    directory = default_model_directory()
-    whole = _contents(directory)
-    (directory / "tokenizer.json").unlink()
-    assert _contents(default_model_directory()) == whole
-    assert [path.name for path in cache.iterdir()] == [directory.name]
-
-
-def test_a_change_of_the_recipe_gets_another_directory(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = default_model_directory()
-    real = default_model._package_file
-
-    def changed(name: str) -> bytes:
-        return real(name) + (b" " if name == "assets/chat_template.jinja" else b"")
-
-    monkeypatch.setattr(default_model, "_package_file", changed)
-    assert default_model_directory() != first
-
-
-def test_an_unwritable_cache_is_one_line_with_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A file in the way stops root too, as permissions would not.
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    monkeypatch.setenv("QWEN35_CACHE_DIR", str(in_the_way / "cache"))
-    with pytest.raises(CheckpointError, match="set QWEN35_CACHE_DIR to a directory") as raised:
+@pytest.mark.parametrize("lost", FILES)
+def test_a_lost_file_is_one_line_that_names_it(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in FILES:
+        if name != lost:
+            (tmp_path / name).touch()
+    monkeypatch.setattr(default_model, "default_model_files", lambda: tmp_path)
+    with pytest.raises(CheckpointError, match="install qwen35-jax again") as raised:
         default_model_directory()
     message = str(raised.value)
-    assert str(in_the_way / "cache") in message
+    assert f"lacks {lost} in {tmp_path}" in message
     assert "\n" not in message
 
 
-def test_a_full_disk_is_reported_and_leaves_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(directory: Path, text_config: dict[str, object]) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(default_model, "_write_weights", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        default_model_directory()
-    assert list(cache.iterdir()) == []
+def test_a_package_inside_an_archive_is_one_line_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for name in FILES:
+            archive.writestr(f"model/{name}", "")
+        files = zipfile.Path(archive, "model/")
+        monkeypatch.setattr(default_model, "default_model_files", lambda: files)
+        with pytest.raises(CheckpointError, match=r"inside an archive .*as plain files"):
+            default_model_directory()

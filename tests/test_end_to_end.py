@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.outputs import CompletionOutput
 from qwen35_jax.sampling_params import SamplingParams
 from tests.serve.harness import error_of, events_of
@@ -21,9 +22,12 @@ REPOSITORY = Path(__file__).parents[1]
 CONTEXT = 64
 # Starting compiles the model; a busy machine takes its time.
 START_SECONDS = 120
-VOCABULARY_SIZE = 989
+VOCABULARY_SIZE = 3553
 
-HELLO = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+PROMPT = ChatTemplate.built_in().render(
+    [{"role": "user", "content": "What is the capital of France?"}], enable_thinking=False
+)
+GREEDY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,9 +52,7 @@ def server() -> Iterator[httpx.Client]:
         try:
             assert process.stdout is not None
             _, ready, _ = (process.stdout.readline() for _ in range(3))
-            found = re.fullmatch(
-                r"Ready: qwen3\.5-tiny-random at (http://127\.0\.0\.1:\d+)\n", ready
-            )
+            found = re.fullmatch(r"Ready: qwen3\.5-tiny at (http://127\.0\.0\.1:\d+)\n", ready)
             assert found, ready
             with httpx.Client(base_url=found[1], timeout=START_SECONDS) as http:
                 yield http
@@ -68,46 +70,14 @@ def complete(server: httpx.Client, **fields: Any) -> httpx.Response:
     return server.post("/v1/completions", json=fields)
 
 
-def expected(prompt: str | list[int], **params: Any) -> CompletionOutput:
-    (result,) = default_llm().generate(prompt, SamplingParams(**params), use_tqdm=False)
+def expected(**params: Any) -> CompletionOutput:
+    (result,) = default_llm().generate(PROMPT, SamplingParams(**params), use_tqdm=False)
     return result.outputs[0]
 
 
-def test_the_server_is_healthy_and_names_its_model(server: httpx.Client):
-    assert server.get("/health").status_code == 200
-    (model,) = server.get("/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("qwen3.5-tiny-random", CONTEXT)
-
-
-def test_an_answer_is_the_librarys(server: httpx.Client):
-    output = expected("Hello", temperature=0, max_tokens=8)
-    body = complete(server, **HELLO).json()
-    assert body["choices"] == [
-        {
-            "index": 0,
-            "text": output.text,
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-    ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
-
-
-def test_a_prompt_of_ids_is_the_same_prompt(server: httpx.Client):
-    ids = default_llm().tokenizer.encode("Hello")
-    by_ids = complete(server, **HELLO | {"prompt": ids}).json()
-    assert by_ids["choices"] == complete(server, **HELLO).json()["choices"]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"max_tokens": 5}, {"temperature": 1.0, "seed": 3}, {"stop": "an"}],
-    ids=["greedy", "cut", "seeded", "stop"],
-)
-def test_a_streamed_answer_is_the_whole_one(server: httpx.Client, fields: dict[str, Any]):
-    (whole,) = complete(server, **HELLO | fields).json()["choices"]
-    streamed = complete(server, **HELLO | fields, stream=True)
+def assert_streams_as_a_whole(server: httpx.Client, **fields: Any) -> dict[str, Any]:
+    (whole,) = complete(server, **fields).json()["choices"]
+    streamed = complete(server, **fields, stream=True)
     assert streamed.headers["content-type"].startswith("text/event-stream")
     *chunks, done = events_of(streamed.text)
     assert done == "[DONE]"
@@ -115,11 +85,59 @@ def test_a_streamed_answer_is_the_whole_one(server: httpx.Client, fields: dict[s
     ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert ends == [None] * (len(ends) - 1) + [whole["finish_reason"]]
     assert chunks[-1]["choices"][0]["stop_reason"] == whole["stop_reason"]
+    return whole
+
+
+def test_the_server_is_healthy_and_names_its_model(server: httpx.Client):
+    assert server.get("/health").status_code == 200
+    (model,) = server.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("qwen3.5-tiny", CONTEXT)
+
+
+def test_an_answer_is_the_librarys(server: httpx.Client):
+    output = expected(temperature=0, max_tokens=8)
+    body = complete(server, **GREEDY).json()
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": output.text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+    ]
+    asked, answered = len(default_llm().tokenizer.encode(PROMPT)), len(output.token_ids)
+    assert body["usage"] == {
+        "prompt_tokens": asked,
+        "completion_tokens": answered,
+        "total_tokens": asked + answered,
+    }
+
+
+def test_a_prompt_of_ids_is_the_same_prompt(server: httpx.Client):
+    ids = default_llm().tokenizer.encode(PROMPT)
+    by_ids = complete(server, **GREEDY | {"prompt": ids}).json()
+    assert by_ids["choices"] == complete(server, **GREEDY).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"max_tokens": 5}, {"temperature": 1.0, "seed": 3}],
+    ids=["greedy", "cut", "seeded"],
+)
+def test_a_streamed_answer_is_the_whole_one(server: httpx.Client, fields: dict[str, Any]):
+    assert_streams_as_a_whole(server, **GREEDY | fields)
+
+
+def test_a_streamed_answer_with_a_stop_string_is_the_whole_one(server: httpx.Client):
+    stop = expected(temperature=0, max_tokens=8).text[3:6]
+    whole = assert_streams_as_a_whole(server, **GREEDY, stop=stop)
+    assert whole["stop_reason"] == stop
 
 
 def test_a_seeded_answer_is_the_librarys(server: httpx.Client):
-    output = expected("Hello", temperature=1.0, seed=3, max_tokens=8)
-    (choice,) = complete(server, **HELLO | {"temperature": 1.0, "seed": 3}).json()["choices"]
+    output = expected(temperature=1.0, seed=3, max_tokens=8)
+    (choice,) = complete(server, **GREEDY | {"temperature": 1.0, "seed": 3}).json()["choices"]
     assert choice["text"] == output.text
 
 
@@ -149,7 +167,7 @@ def test_a_seeded_answer_is_the_librarys(server: httpx.Client):
 def test_prompts_that_cannot_run_are_400_with_the_error_object(
     server: httpx.Client, prompt: Any, message: str, code: str
 ):
-    response = complete(server, **HELLO | {"prompt": prompt})
+    response = complete(server, **GREEDY | {"prompt": prompt})
     assert response.status_code == 400
     assert error_of(response) == {
         "message": message,
@@ -157,4 +175,4 @@ def test_prompts_that_cannot_run_are_400_with_the_error_object(
         "param": "prompt",
         "code": code,
     }
-    assert complete(server, **HELLO).status_code == 200
+    assert complete(server, **GREEDY).status_code == 200

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 
+from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import InvalidRequestError
@@ -20,8 +21,12 @@ from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import Step
 from tests.support.engines import default_llm, default_reopened, fast_compilation
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-HELLO = ["--prompt", "Hello", "--max-tokens", "8"]
+PROMPT = ChatTemplate.built_in().render(
+    [{"role": "user", "content": "What is the capital of France?"}], enable_thinking=False
+)
+EIGHT_TOKENS = ["--max-tokens", "8", "--ignore-eos"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+ASK = ["--prompt", PROMPT, *EIGHT_TOKENS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,9 +73,9 @@ def text_of(prompt: str) -> str:
 
 
 def test_stdout_gets_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str]):
-    assert main(HELLO) == 0
+    assert main(ASK) == 0
     printed = capsys.readouterr()
-    assert printed.out == text_of("Hello") + "\n"
+    assert printed.out == text_of(PROMPT) + "\n"
     description, summary = printed.err.splitlines()
     assert description == default_llm().loaded.description
     assert summary.startswith("[8 tokens, length; first after ")
@@ -87,25 +92,25 @@ def test_text_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch):
     terminal = Terminal()
     terminal.flushed = []
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert main(HELLO) == 0
+    assert main(ASK) == 0
     assert len(set(terminal.flushed)) > 4
-    assert terminal.flushed[-1] == text_of("Hello") + "\n"
+    assert terminal.flushed[-1] == text_of(PROMPT) + "\n"
 
 
 def test_several_prompts_are_completed_in_order(capsys: pytest.CaptureFixture[str]):
-    assert main([*HELLO, "--prompt", "Once upon"]) == 0
+    assert main([*ASK, "--prompt", "Once upon"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == text_of("Hello") + "\n" + text_of("Once upon") + "\n"
+    assert printed.out == text_of(PROMPT) + "\n" + text_of("Once upon") + "\n"
     assert "--- prompt 2 of 2" in printed.err
 
 
 def test_without_a_prompt_stdin_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
-    assert main(["--max-tokens", "8"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert main(EIGHT_TOKENS) == 0
     printed = capsys.readouterr()
-    assert printed.out == text_of("Hello") + "\n"
+    assert printed.out == text_of(PROMPT) + "\n"
     assert "Ctrl-D" not in printed.err
 
 
@@ -208,7 +213,7 @@ def test_a_device_failure_is_one_line_and_exit_code_1(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand much more")
 
     monkeypatch.setattr(Step, "prefill", fail)
-    assert main(HELLO) == 1
+    assert main(ASK) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[1:] == [
         "qwen35 generate: error: the device failed: RESOURCE_EXHAUSTED: no memory"

@@ -38,7 +38,6 @@ WITHOUT_JAX = (
     "qwen35_jax.outputs",
     "qwen35_jax.sampling_params",
     "qwen35_jax.tokenizer",
-    "qwen35_jax.tokenizer_recipe",
     "qwen35_jax.engine.fake",
     "qwen35_jax.engine.request",
     "qwen35_jax.engine.text_stream",

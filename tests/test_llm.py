@@ -383,7 +383,7 @@ def test_five_cycles_of_open_and_close_leave_no_device_memory(tmp_path: Path):
 
 def test_what_a_door_must_know_of_the_model():
     loaded = default_llm().loaded
-    assert loaded.model_name == "qwen3.5-tiny-random"
+    assert loaded.model_name == "qwen3.5-tiny"
     assert loaded.max_model_len == 8192
     assert (loaded.directory / "config.json").is_file()
     assert "bfloat16" in loaded.description and "context 8192" in loaded.description
@@ -438,7 +438,9 @@ def test_weights_that_do_not_fit_are_a_config_error(monkeypatch: pytest.MonkeyPa
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
 
     monkeypatch.setattr("qwen35_jax.loading.load_or_make_params", fail)
-    with pytest.raises(ConfigError, match=r"does not fit on cpu: its weights take 1\.7 MB \(RES"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit on cpu: its weights take [0-9.]+ MB \(RES"
+    ):
         load_engine(EngineConfig())
 
 

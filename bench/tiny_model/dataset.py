@@ -28,7 +28,7 @@ from bench.tiny_model.tasks import SKILLS, stream
 from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.tokenizer import Tokenizer
 
-ROW_LENGTHS = (64, 128, 192, 256, 384)
+ROW_LENGTHS = (64, 128, 384)
 PROMPT_WEIGHT = 0.1
 PADDING_TOKEN = "<|endoftext|>"
 # A chunk's examples hang on its number alone: any number of processes makes the same data.

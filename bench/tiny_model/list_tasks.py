@@ -18,6 +18,8 @@ SORT_NUMBERS_UP = (
     "Please sort: {items}",
     "What is the sorted order of {items}?",
     "Can you sort {items}?",
+    "Sort {items}",
+    "sort {items}",
 )
 SORT_NUMBERS_DOWN = (
     "Sort {items} from largest to smallest.",
@@ -103,6 +105,7 @@ LARGEST_NUMBER = 99
 DOWN_SHARE = 0.3
 MADE_UP_SHARE = 0.4
 ABSENT_LETTER_SHARE = 0.15
+SPACES_SHARE = 0.15  # of the lists of numbers are written without commas
 
 
 def insertion_working[Item: (int, str)](items: list[Item], *, down: bool) -> str:
@@ -131,6 +134,7 @@ def sort_numbers_draft(split: Split, random_source: random.Random) -> Draft:
         result=[str(item) for item in sorted(items, reverse=down)],
         label="Sorted",
         show_plan=True,
+        separator=" " if random_source.random() < SPACES_SHARE else ", ",
     )
 
 
@@ -236,9 +240,10 @@ def _list_draft(
     result: list[str],
     label: str,
     show_plan: bool = False,
+    separator: str = ", ",
 ) -> Draft:
     return Draft(
-        question=question.format(items=", ".join(items)),
+        question=question.format(items=separator.join(items)),
         plan=plan,
         reply=f"{label}: {', '.join(result)}",
         answer={"kind": "items", "value": result},

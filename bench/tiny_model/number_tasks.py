@@ -112,7 +112,7 @@ def sum_draft(split: Split, random_source: random.Random) -> Draft:
         plan=sum_working(first, second),
         reply=f"{first} + {second} = {first + second}.",
         answer={"kind": "number", "value": first + second, "operands": [first, second]},
-        show_plan=max(first, second) > 99,
+        show_plan=max(first, second) > 9,
         earlier=earlier,
     )
 
@@ -134,7 +134,7 @@ def difference_draft(split: Split, random_source: random.Random) -> Draft:
         plan=difference_working(first, second),
         reply=f"{first} - {second} = {first - second}.",
         answer={"kind": "number", "value": first - second, "operands": [first, second]},
-        show_plan=max(first, second) > 99,
+        show_plan=max(first, second) > 9,
         earlier=earlier,
     )
 

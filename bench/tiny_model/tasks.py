@@ -14,6 +14,7 @@ from bench.tiny_model import (
     json_tasks,
     list_tasks,
     number_tasks,
+    out_of_scope,
     small_talk,
     tool_tasks,
     unit_tasks,
@@ -61,6 +62,7 @@ SKILLS: dict[str, Skill] = {
     "goodbye": Skill(0.5, _TALK["goodbye"]),
     "identity": Skill(1.5, _TALK["identity"]),
     "abilities": Skill(1, _TALK["abilities"]),
+    out_of_scope.SKILL: Skill(6, out_of_scope.out_of_scope_draft),
 }
 # Skills whose short exchanges may stand before a question.
 EARLIER_SKILLS = ("capital", "country_of_capital", "currency", "continent", "sum", "greeting")

@@ -1,9 +1,10 @@
 """Train the embedded model from scratch: data, training, evaluation, checkpoint.
 
-    python -m bench.tiny_model.train --out DIR [--minutes 5] [--examples 400000]
+    python -m bench.tiny_model.train --out DIR [--json FILE]
 
-On a GPU this takes minutes, on a CPU hours. bfloat16 compute, float32 master weights, AdamW. The
-checkpoint is in the published layout, with the multi-token prediction layer.
+On a GPU this takes minutes, on a CPU days (--steps and --minutes make it shorter). bfloat16
+compute, float32 master weights, AdamW. The checkpoint is in the published layout, with the
+multi-token prediction layer.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bench.results_file import write_results
 from bench.tiny_model.dataset import Batch, batch_shapes, batches, load_conversations
 from bench.tiny_model.dataset import main as make_dataset
 from bench.tiny_model.make_tokenizer import write_tokenizer
@@ -39,6 +41,8 @@ MTP_WEIGHT = 0.3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.1
 GRADIENT_NORM = 1.0
+# Tuning Triton's tiles for every matrix product of an unrolled step takes minutes, and gains less.
+GPU_COMPILER_OPTIONS: dict[str, str | bool | int | float] = {"xla_gpu_enable_triton_gemm": False}
 
 
 def model_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -141,13 +145,13 @@ def train(
     *,
     steps: int,
     peak_learning_rate: float,
-    minutes: float,
+    deadline: float,
     tokens_per_batch: int,
 ) -> tuple[Qwen35, list[dict[str, float]]]:
     """Returns the weights and the loss curve, a row every hundred steps.
 
-    Training ends with the steps or the minutes, whichever are over first, and the learning rate
-    falls to its end by then: equal seeds give equal weights where the steps decide.
+    Training ends after `steps` or at `deadline` (of time.perf_counter), whichever is first, and the
+    learning rate falls to its end by then: equal seeds give equal weights where the steps decide.
     """
     optimizer = make_optimizer()
 
@@ -163,6 +167,7 @@ def train(
     state = jax.jit(optimizer.init)(params)
     compiling = time.perf_counter()
     shapes = batch_shapes(tokens_per_batch)
+    on_gpu = jax.default_backend() == "gpu"
     lowered = [
         step.lower(
             params,
@@ -174,7 +179,10 @@ def train(
         for shape in shapes
     ]
     with ThreadPoolExecutor() as threads:
-        programs = dict(zip(shapes, threads.map(lambda one: one.compile(), lowered), strict=True))
+        compiled = threads.map(
+            lambda one: one.compile(GPU_COMPILER_OPTIONS if on_gpu else None), lowered
+        )
+        programs = dict(zip(shapes, compiled, strict=True))
     print(f"compiled in {time.perf_counter() - compiling:.0f} s", flush=True)
 
     curve: list[dict[str, float]] = []
@@ -182,7 +190,7 @@ def train(
     started = last = time.perf_counter()
     tokens = 0
     for number, batch in enumerate(data, start=1):
-        done = max(number / steps, (time.perf_counter() - started) / (60 * minutes))
+        done = max(number / steps, (time.perf_counter() - started) / (deadline - started))
         rate = np.float32(learning_rate(peak_learning_rate, number, done))
         program = programs[batch.ids.shape]
         params, state, report = program(params, state, batch.ids, batch.mask, rate)
@@ -202,15 +210,24 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.tiny_model.train", description="Train the model.")
+    parser = argparse.ArgumentParser(
+        prog="bench.tiny_model.train",
+        description="Train the embedded model from scratch.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--examples", type=int, default=400_000, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=6000, help="default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=30, help="at most (default: %(default)s)")
-    parser.add_argument("--tokens-per-batch", type=int, default=65_536, help="default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--examples", type=int, default=700_000, help="conversations to make")
+    parser.add_argument("--steps", type=int, default=4500, help="batches to train on")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="at most, data and compiling included"
+    )
+    parser.add_argument("--tokens-per-batch", type=int, default=32_768, help="with padding")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
+    parser.add_argument("--seed", type=int, default=0, help="of data and weights")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the loss curve there")
+    parser.add_argument("--commit", metavar="HASH", help="the commit to record, where git has none")
     arguments = parser.parse_args(argv)
+    deadline = time.perf_counter() + 60 * arguments.minutes
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(arguments.out)
@@ -234,11 +251,21 @@ def main(argv: list[str] | None = None) -> int:
         data,
         steps=arguments.steps,
         peak_learning_rate=arguments.learning_rate,
-        minutes=arguments.minutes,
+        deadline=deadline,
         tokens_per_batch=arguments.tokens_per_batch,
     )
     save_checkpoint(in_model_dtype(params), arguments.out)
-    (arguments.out / "training_curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    if arguments.json:
+        flags = ("examples", "steps", "tokens_per_batch", "learning_rate", "seed")
+        write_results(
+            arguments.json,
+            name="tiny_model_training",
+            command="python -m bench.tiny_model.train --out DIR",
+            model={"parameters": parameter_count(params), "hidden_size": config.hidden_size},
+            flags={flag: getattr(arguments, flag) for flag in flags},
+            rows=curve,
+            commit=arguments.commit,
+        )
     return 0
 
 

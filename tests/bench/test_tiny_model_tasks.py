@@ -43,7 +43,7 @@ def test_every_target_is_right_by_its_own_checker(skill: str):
 @pytest.mark.parametrize("skill", SKILLS)
 def test_the_target_of_another_answer_is_wrong(skill: str):
     # Small talk has one answer a skill: there the other target comes from another skill.
-    fixed = skill in ("greeting", "thanks", "goodbye", "identity", "abilities")
+    fixed = skill in ("greeting", "thanks", "goodbye", "identity", "abilities", "out_of_scope")
     others = list(examples("capital" if fixed else skill, "train", 60))
     compared = 0
     for example in examples(skill, "held_out", 20):
@@ -206,7 +206,7 @@ def test_without_thinking_only_easy_answers_come_without_working():
     for skill in ("sum", "difference"):
         for example in examples(skill, "train", 300):
             if not example["enable_thinking"]:
-                hard = max(example["answer"]["operands"]) > 99
+                hard = max(example["answer"]["operands"]) > 9
                 assert ("ones:" in example["target"]) == hard
 
 

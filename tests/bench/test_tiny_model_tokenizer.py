@@ -1,6 +1,6 @@
 """The tiny model's tokenizer: the published layout, small, and letters where letters matter."""
 
-from importlib import resources
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from bench.tiny_model.fact_tasks import FACTS, fill, known_countries
 from bench.tiny_model.make_tokenizer import NUM_BYTE_AND_MERGED_TOKENS, main, training_texts
+from bench.tiny_model.tokenizer_recipe import (
+    ADDED_TOKENS,
+    NUM_ADDED_IN_VOCABULARY_FILE,
+    train_tokenizer,
+)
+from qwen35_jax.default_model import default_model_files
 from qwen35_jax.tokenizer import Tokenizer
-from qwen35_jax.tokenizer_recipe import ADDED_TOKENS, NUM_ADDED_IN_VOCABULARY_FILE, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,14 @@ def test_the_added_tokens_follow_the_vocabulary_in_order(directory: Path, tokeni
     assert tokenizer.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
 
 
-def test_the_chat_template_is_the_built_in_one(directory: Path):
-    asset = resources.files("qwen35_jax") / "assets" / "chat_template.jinja"
+def test_a_text_ends_at_the_end_of_its_turn_and_at_its_own(directory: Path, tokenizer: Tokenizer):
+    config = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
+    end_of_turn, end_of_text = map(tokenizer.token_to_id, ("<|im_end|>", "<|endoftext|>"))
+    assert config == {"eos_token_id": [end_of_turn, end_of_text], "pad_token_id": end_of_text}
+
+
+def test_the_chat_template_is_the_embedded_models(directory: Path):
+    asset = default_model_files() / "chat_template.jinja"
     assert (directory / "chat_template.jinja").read_bytes() == asset.read_bytes()
 
 

@@ -1,10 +1,10 @@
 """A tokenizer like the real one in everything but size: 320 ids, files as a checkpoint has them."""
 
 import json
-import shutil
-from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from qwen35_jax.default_model import default_model_files
 
 PRE_TOKENIZER_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -74,9 +74,8 @@ def write_tiny_tokenizer(directory: Path) -> None:
     ):
         text = json.dumps(content, ensure_ascii=False)
         (directory / name).write_text(text, encoding="utf-8")
-    asset = resources.files("qwen35_jax") / "assets" / "chat_template.jinja"
-    with resources.as_file(asset) as source:
-        shutil.copyfile(source, directory / "chat_template.jinja")
+    template = default_model_files() / "chat_template.jinja"
+    (directory / "chat_template.jinja").write_bytes(template.read_bytes())
 
 
 def tokenizer_json() -> dict[str, Any]:

@@ -112,3 +112,15 @@ def tokenizer_config(first_added_id: int, *, model_max_length: int) -> dict[str,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
+
+
+def generation_config(first_added_id: int) -> dict[str, Any]:
+    """generation_config.json: a text ends at the end of a turn, and at the end of the text.
+
+    config.json and tokenizer_config.json name one each, and some engines read only one of them.
+    """
+    ids = {content: first_added_id + place for place, (content, _) in enumerate(ADDED_TOKENS)}
+    return {
+        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+        "pad_token_id": ids["<|endoftext|>"],
+    }

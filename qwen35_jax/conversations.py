@@ -1,0 +1,147 @@
+"""The conversations that LLM.chat is given: each becomes a prompt's text, or a refusal."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qwen35_jax.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate
+from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.prompts import is_list
+from qwen35_jax.tokenizer import read_json_object, token_text
+
+Conversation = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+# What chat_template_kwargs may not name: arguments of their own.
+_OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt")
+
+
+def as_conversations(messages: object) -> list[Any]:
+    """One conversation or a list of them -> a list. A list with a message in it is one."""
+    if not is_list(messages):
+        raise InvalidRequestError(
+            'messages must be a conversation, such as [{"role": "user", "content": "Hello"}], or '
+            f"a list of them, not {type(messages).__name__}",
+            param="messages",
+        )
+    if any(isinstance(item, Mapping) for item in messages):
+        return [messages]
+    return list(messages)
+
+
+def render_conversations(
+    template: ChatTemplate,
+    conversations: Sequence[Any],
+    *,
+    tools: object,
+    add_generation_prompt: bool,
+    enable_thinking: object,
+    template_kwargs: Mapping[str, Any] | None,
+) -> list[str | InvalidRequestError]:
+    """The prompt of each conversation, or why it has none.
+
+    tools, enable_thinking: one for all, or a list with each conversation's own.
+
+    Raises InvalidRequestError for options that are wrong for all of them.
+    """
+    kwargs = _checked_kwargs(template_kwargs)
+    if "enable_thinking" in kwargs:
+        if enable_thinking is not None:
+            raise InvalidRequestError(
+                "enable_thinking is given twice: as itself and in chat_template_kwargs",
+                param="enable_thinking",
+            )
+        enable_thinking = kwargs.pop("enable_thinking")
+    count = len(conversations)
+    each_tools = _one_each(
+        "tools", tools, count, fits=_are_tools, wanted="a list of tool definitions (objects)"
+    )
+    each_thinking = _one_each(
+        "enable_thinking",
+        enable_thinking,
+        count,
+        fits=lambda value: value is None or isinstance(value, bool),
+        wanted="True, False or None",
+    )
+    rendered: list[str | InvalidRequestError] = []
+    for conversation, own_tools, thinking in zip(
+        conversations, each_tools, each_thinking, strict=True
+    ):
+        try:
+            if not is_list(conversation):
+                raise InvalidRequestError(
+                    f"a conversation is a list of messages, not {conversation!r:.80}",
+                    param="messages",
+                )
+            prompt = template.render(
+                conversation,
+                tools=own_tools,
+                add_generation_prompt=add_generation_prompt,
+                enable_thinking=thinking,
+                **kwargs,
+            )
+        except InvalidRequestError as error:
+            rendered.append(error)
+        else:
+            rendered.append(prompt)
+    return rendered
+
+
+def template_from_text(source: object, directory: Path) -> ChatTemplate:
+    """A template that the caller brings, with the special tokens of the checkpoint's tokenizer.
+
+    Raises InvalidRequestError where it isn't text, TokenizerError where it doesn't compile.
+    """
+    if not isinstance(source, str):
+        raise InvalidRequestError(
+            f"chat_template must be a template's text, not {type(source).__name__}",
+            param="chat_template",
+        )
+    config_path = directory / "tokenizer_config.json"
+    config = read_json_object(config_path) if config_path.is_file() else {}
+    tokens = {name: token_text(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
+    special_tokens = {name: text for name, text in tokens.items() if text is not None}
+    return ChatTemplate(source, name="chat_template", special_tokens=special_tokens)
+
+
+def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
+    if template_kwargs is None:
+        return {}
+    if not isinstance(template_kwargs, Mapping) or not all(
+        isinstance(name, str) for name in template_kwargs
+    ):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must map names to values, not {template_kwargs!r:.80}",
+            param="chat_template_kwargs",
+        )
+    for name in _OWN_ARGUMENTS:
+        if name in template_kwargs:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't set {name}; it is an argument of its own",
+                param="chat_template_kwargs",
+            )
+    return dict(template_kwargs)
+
+
+def _are_tools(value: object) -> bool:
+    return value is None or (
+        is_list(value) and all(isinstance(definition, Mapping) for definition in value)
+    )
+
+
+def _one_each(
+    name: str, value: Any, count: int, *, fits: Callable[[Any], bool], wanted: str
+) -> list[Any]:
+    """`value` for each of so many conversations, or, where it is a list of such, its entries."""
+    if fits(value):
+        return [value] * count
+    if not is_list(value) or not all(map(fits, value)):
+        raise InvalidRequestError(
+            f"{name} must be {wanted}, or a list with one for each conversation, not {value!r:.80}",
+            param=name,
+        )
+    if len(value) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} entries for {count} conversations", param=name
+        )
+    return list(value)
