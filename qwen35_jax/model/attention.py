@@ -51,28 +51,38 @@ class GatedAttention(nnx.Module):
 
         Tokens that are not valid are padding: they reach neither the cache nor other tokens.
         """
+        q, k, v, gate = self.project(x, rope)
+        cache = write_tokens(cache, k, v, positions, valid)
+        attended = causal_attention(q, cache, positions, self.config)
+        return self.finish(attended, gate), cache
+
+    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
+        """x: [..., D] -> queries [..., H, K], keys and values [..., G, K], gates [..., H, K].
+
+        rope: the tables for the same tokens. Queries and keys are normed and turned.
+        """
         config = self.config
-        batch, length, _ = x.shape
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         q_gate, k, v = jnp.split(
             linear(x, value_of(self.qkv)), [2 * queries, 2 * queries + keys], axis=-1
         )
-        q_gate = q_gate.reshape(batch, length, config.num_attention_heads, 2 * config.head_dim)
+        leading = x.shape[:-1]
+        q_gate = q_gate.reshape(*leading, config.num_attention_heads, 2 * config.head_dim)
         q, gate = jnp.split(q_gate, 2, axis=-1)
-        k = k.reshape(batch, length, config.num_key_value_heads, config.head_dim)
-        v = v.reshape(k.shape)
-
+        k = k.reshape(*leading, config.num_key_value_heads, config.head_dim)
         q = self._norm_and_rope(q, value_of(self.query_norm), rope)
         k = self._norm_and_rope(k, value_of(self.key_norm), rope)
-        cache = write_tokens(cache, k, v, positions, valid)
-        attended = causal_attention(q, cache, positions, config)
+        return q, k, v.reshape(k.shape), gate
 
+    def finish(self, attended: Array, gate: Array) -> Array:
+        """attended: [..., H, K] float32, gate: [..., H, K] -> [..., D]."""
+        dtype = gate.dtype
         gate = jax.nn.sigmoid(gate.astype(jnp.float32))
-        if config.strict:
-            attended, gate = rounded(attended, config.dtype), rounded(gate, config.dtype)
-        gated = (attended * gate).astype(x.dtype).reshape(batch, length, queries)
-        return linear(gated, value_of(self.out)), cache
+        if self.config.strict:
+            attended, gate = (rounded(value, self.config.dtype) for value in (attended, gate))
+        gated = (attended * gate).astype(dtype)
+        return linear(gated.reshape(*gated.shape[:-2], -1), value_of(self.out))
 
     def _norm_and_rope(self, x: Array, offset: Array, rope: tuple[Array, Array]) -> Array:
         config = self.config
@@ -110,41 +120,48 @@ def causal_attention(
     groups = cache.keys.shape[2]
     grouped = queries.reshape(batch, length, groups, heads // groups, width)
 
-    def attend(block: tuple[Array, Array]) -> Array:
-        block_queries, block_positions = block
-        scores = jnp.einsum(
-            "btghk,bsgk->bghts",
-            block_queries,
-            cache.keys,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        if config.strict:
-            scores = rounded(scores, config.dtype)
-        scores = scores * width**-0.5
-        if config.strict:
-            scores = rounded(scores, config.dtype)
-        sees = jnp.arange(cache.keys.shape[1]) <= block_positions[:, None, None, :, None]
-        scores = jnp.where(sees, scores, -jnp.inf)
-        probabilities = jax.nn.softmax(scores, axis=-1)
-        return jnp.einsum(
-            "bghts,bsgk->btghk",
-            probabilities.astype(cache.values.dtype),
-            cache.values,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+    def attend_block(block: tuple[Array, Array]) -> Array:
+        return attend(block[0], cache.keys, cache.values, block[1], config)
 
     if length <= QUERY_BLOCK:
-        attended = attend((grouped, positions))
+        attended = attend(grouped, cache.keys, cache.values, positions, config)
     else:
         blocks = -(-length // QUERY_BLOCK)
         pad = blocks * QUERY_BLOCK - length
         split_queries = _split_blocks(jnp.pad(grouped, ((0, 0), (0, pad)) + ((0, 0),) * 3), blocks)
         split_positions = _split_blocks(jnp.pad(positions, ((0, 0), (0, pad))), blocks)
-        attended = jax.lax.map(attend, (split_queries, split_positions))
+        attended = jax.lax.map(attend_block, (split_queries, split_positions))
         attended = jnp.moveaxis(attended, 0, 1).reshape(batch, -1, *grouped.shape[2:])[:, :length]
     return attended.reshape(batch, length, heads, width)
+
+
+def attend(
+    queries: Array, keys: Array, values: Array, positions: Array, config: ModelConfig
+) -> Array:
+    """queries: [B, T, G, H / G, K] at `positions` [B, T], keys and values: [B, S, G, K] of the
+    positions from 0 -> [B, T, G, H / G, K] float32."""
+    scores = jnp.einsum(
+        "btghk,bsgk->bghts",
+        queries,
+        keys,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    if config.strict:
+        scores = rounded(scores, config.dtype)
+    scores = scores * queries.shape[-1] ** -0.5
+    if config.strict:
+        scores = rounded(scores, config.dtype)
+    sees = jnp.arange(keys.shape[1]) <= positions[:, None, None, :, None]
+    scores = jnp.where(sees, scores, -jnp.inf)
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum(
+        "bghts,bsgk->btghk",
+        probabilities.astype(values.dtype),
+        values,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _split_blocks(x: Array, blocks: int) -> Array:

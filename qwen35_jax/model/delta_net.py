@@ -45,24 +45,38 @@ class GatedDeltaNet(nnx.Module):
 
         lengths counts each row's valid tokens (a prefix); None says that all are.
         """
-        config = self.config
-        batch, length, _ = x.shape
-        heads, channels = config.linear_num_value_heads, config.linear_conv_dim
-        values = config.linear_value_dim
+        qkv, z, b, a = self.project(x)
+        mixed, window = causal_conv(qkv, state.window, value_of(self.conv), lengths, self.config)
+        inputs = self.rule_inputs(mixed, b, a, valid)
+        out, recurrent = delta_rule(*inputs, state.recurrent)
+        return self.finish(out, z), DeltaNetState(recurrent, window)
+
+    def project(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """x: [..., D] -> the convolution's inputs [..., C], z [..., H V], b and a [..., H]."""
+        channels, values = self.config.linear_conv_dim, self.config.linear_value_dim
+        heads = self.config.linear_num_value_heads
         qkv, z, b, a = jnp.split(
             linear(x, value_of(self.into)),
             [channels, channels + values, channels + values + heads],
             axis=-1,
         )
-        mixed, window = causal_conv(qkv, state.window, value_of(self.conv), lengths, config)
+        return qkv, z, b, a
+
+    def rule_inputs(
+        self, mixed: Array, b: Array, a: Array, valid: Array
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """mixed: [..., C] float32, the convolution's outputs; valid: [...] bool -> q, k, v, g, beta
+        of the delta rule, so that tokens that are not valid leave the state as it is."""
+        config = self.config
+        heads = config.linear_num_value_heads
         mixed = jnp.where(valid[..., None], mixed, 0.0)
         q, k, v = jnp.split(mixed, [config.linear_key_dim, 2 * config.linear_key_dim], axis=-1)
         q = l2_norm(self._by_head(q, config.linear_num_key_heads))
         k = l2_norm(self._by_head(k, config.linear_num_key_heads))
         v = self._by_head(v, heads)
         share = heads // config.linear_num_key_heads
-        q = jnp.repeat(q * config.linear_key_head_dim**-0.5, share, axis=2)
-        k = jnp.repeat(k, share, axis=2)
+        q = jnp.repeat(q * config.linear_key_head_dim**-0.5, share, axis=-2)
+        k = jnp.repeat(k, share, axis=-2)
 
         beta = jax.nn.sigmoid(b.astype(jnp.float32))
         if config.strict:
@@ -70,12 +84,14 @@ class GatedDeltaNet(nnx.Module):
         rate = jnp.exp(value_of(self.a_log).astype(jnp.float32))
         bias = value_of(self.dt_bias).astype(jnp.float32)
         g = -rate * jax.nn.softplus(a.astype(jnp.float32) + bias)
-        beta, g = (jnp.where(valid[..., None], gate, 0.0) for gate in (beta, g))
+        g, beta = (jnp.where(valid[..., None], gate, 0.0) for gate in (g, beta))
+        return q, k, v, g, beta
 
-        out, recurrent = delta_rule(q, k, v, g, beta, state.recurrent)
-        z = self._by_head(z.astype(jnp.float32), heads)
-        out = self._gated_norm(out, z).astype(x.dtype).reshape(batch, length, values)
-        return linear(out, value_of(self.out)), DeltaNetState(recurrent, window)
+    def finish(self, out: Array, z: Array) -> Array:
+        """out: [..., H, V] float32, z: [..., H V] -> [..., D]."""
+        gates = self._by_head(z.astype(jnp.float32), self.config.linear_num_value_heads)
+        out = self._gated_norm(out, gates).astype(z.dtype)
+        return linear(out.reshape(z.shape), value_of(self.out))
 
     def _by_head(self, x: Array, heads: int) -> Array:
         return x.reshape(*x.shape[:-1], heads, -1)

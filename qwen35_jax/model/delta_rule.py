@@ -12,6 +12,7 @@ and beta = 0 leaves the state as it is, which is how padding passes through.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,38 @@ def chunked_delta_rule(
         S' = exp(G_last) S + (diag(exp(G_last - G)) K)^T N
     """
     length = q.shape[1]
-    q, k, v, g, beta = (_split_chunks(x) for x in (q, k, v, g, beta))
+    inputs = _within_chunks(*(_split_chunks(x) for x in (q, k, v, g, beta)))
+
+    state, out = jax.lax.scan(_chunk, state, inputs)
+    chunks, batch, heads, _, width = out.shape
+    out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, chunks * CHUNK, heads, width)
+    return out[:, :length], state
+
+
+def ragged_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial: Array, first: Array
+) -> tuple[Array, Array]:
+    """Several sequences at once, cut into chunks of 64 tokens that follow each other.
+
+    q, k: [N, 64, H, K]; v: [N, 64, H, V]; g, beta: [N, 64, H]. A chunk goes on from the one before
+    it, or where `first` [N] bool says so from its own initial [N, H, K, V] state.
+    Returns o [N, 64, H, V] and the state after each chunk [N, H, K, V].
+    """
+    by_head = (jnp.moveaxis(x, 2, 1)[:, None] for x in (q, k, v, g, beta))
+    inputs = _within_chunks(*by_head)
+
+    def chunk(state: Array, inputs: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
+        initial, first, within = inputs
+        state, out = _chunk(jnp.where(first, initial[None], state), within)
+        return state, (out, state[0])
+
+    start = jnp.zeros_like(initial[:1])
+    _, (out, states) = jax.lax.scan(chunk, start, (initial, first, inputs))
+    return jnp.moveaxis(out[:, 0], 1, 2), states
+
+
+def _within_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, ...]:
+    """All that a chunk needs besides its state. q, k, v: [chunks, B, H, CHUNK, ...]."""
     index = jnp.arange(CHUNK)
     causal = index[:, None] >= index[None, :]
 
@@ -82,16 +114,7 @@ def chunked_delta_rule(
     new_values = _einsum("nbhij,nbhjv->nbhiv", inverse, beta[..., None] * v)
     read_keys = _einsum("nbhij,nbhjk->nbhik", inverse, beta[..., None] * decay_from_start * k)
     attention = _einsum("nbhik,nbhjk->nbhij", q, k) * decay
-
-    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        new_values, read_keys, attention, queries, keys, decay_of_chunk = inputs
-        values = new_values - _einsum("bhik,bhkv->bhiv", read_keys, state)
-        out = _einsum("bhik,bhkv->bhiv", queries, state)
-        out = out + _einsum("bhij,bhjv->bhiv", attention, values)
-        state = decay_of_chunk * state + _einsum("bhik,bhiv->bhkv", keys, values)
-        return state, out
-
-    inputs = (
+    return (
         new_values,
         read_keys,
         attention,
@@ -99,10 +122,16 @@ def chunked_delta_rule(
         k * decay_to_end,
         decay_from_start[..., -1:, :],
     )
-    state, out = jax.lax.scan(chunk, state, inputs)
-    chunks, batch, heads, _, width = out.shape
-    out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, chunks * CHUNK, heads, width)
-    return out[:, :length], state
+
+
+def _chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+    """One chunk after `state` [B, H, K, V]: the state after it, and o [B, H, CHUNK, V]."""
+    new_values, read_keys, attention, queries, keys, decay_of_chunk = inputs
+    values = new_values - _einsum("bhik,bhkv->bhiv", read_keys, state)
+    out = _einsum("bhik,bhkv->bhiv", queries, state)
+    out = out + _einsum("bhij,bhjv->bhiv", attention, values)
+    state = decay_of_chunk * state + _einsum("bhik,bhiv->bhkv", keys, values)
+    return state, out
 
 
 def unit_lower_inverse(lower: Array) -> Array:
