@@ -19,7 +19,7 @@ def main() -> int:
 
 def with_tables(text: str) -> str:
     """`text` with what stands between each pair of markers made anew."""
-    for name, make in {"accuracy": _accuracy, "load": _load}.items():
+    for name, make in TABLES.items():
         run = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         block = f"<!-- {name} -->\n{make(run)}\n<!-- /{name} -->"
         text, count = re.subn(
@@ -69,6 +69,69 @@ def _load(run: dict[str, Any]) -> str:
             f"| {(row['host_own_bytes'] - row['host_own_bytes_before']) / 1e9:.2f} GB |"
         )
     return "\n".join(lines)
+
+
+def _tiny_model(run: dict[str, Any]) -> str:
+    doors = run["flags"]["doors"]
+    few = f"forward, the first {run['flags']['forward_per_skill']}"
+    headings = [few if door == "forward" else door for door in doors]
+    lines = [
+        f"Held-out questions answered right, greedy; {_where(run)}",
+        "",
+        f"| skill | questions | {' | '.join(headings)} |",
+        f"|---|---|{'---|' * len(doors)}",
+    ]
+    for row in run["rows"]:
+        asked = [row[door] for door in doors if door in row]
+        if not asked:
+            continue
+        cells = [f"{_share(row[door])}" if door in row else "" for door in doors]
+        lines.append(f"| {row['name']} | {max(one['n'] for one in asked)} | {' | '.join(cells)} |")
+    drafts = next((row["mtp"] for row in run["rows"] if "mtp" in row), None)
+    same = next((row["both"] for row in run["rows"] if "both" in row), None)
+    if same:
+        lines += [
+            "",
+            f"`LLM.chat` and the plain `forward` loop gave the same text for {same['right']} of "
+            f"{same['n']} questions.",
+        ]
+    if drafts:
+        lines += [
+            "",
+            f"The multi-token prediction layer's first draft is the model's own next token "
+            f"{drafts['right'] / drafts['n']:.1%} of the time ({drafts['n']} tokens of answers).",
+        ]
+    return "\n".join(lines)
+
+
+def _share(door: dict[str, int]) -> str:
+    return f"{100 * door['right'] / door['n']:.1f} %"
+
+
+def _tiny_model_training(run: dict[str, Any]) -> str:
+    rows = run["rows"]
+    shown = [row for row in rows if row["step"] in (100, 500, 1000, 2000, 3000)] + [rows[-1]]
+    lines = [
+        f"{run['model']['parameters']:,} parameters, {run['flags']['examples']:,} conversations; "
+        f"{_where(run)}",
+        "",
+        "| step | loss (nats) | draft loss | tokens/s, padding included |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['step']} | {row['loss']:.3f} | {row['mtp_loss']:.3f} "
+        f"| {row['tokens_per_s']:,.0f} |"
+        for row in shown
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "accuracy": _accuracy,
+    "load": _load,
+    "tiny_model": _tiny_model,
+    "tiny_model_training": _tiny_model_training,
+}
 
 
 if __name__ == "__main__":

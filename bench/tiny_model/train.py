@@ -190,7 +190,7 @@ def train(
     started = last = time.perf_counter()
     tokens = 0
     for number, batch in enumerate(data, start=1):
-        done = max(number / steps, (time.perf_counter() - started) / (deadline - started))
+        done = max(number / steps, _share_of_time(started, deadline))
         rate = np.float32(learning_rate(peak_learning_rate, number, done))
         program = programs[batch.ids.shape]
         params, state, report = program(params, state, batch.ids, batch.mask, rate)
@@ -207,6 +207,12 @@ def train(
         if done >= 1.0:
             break
     return params, curve
+
+
+def _share_of_time(started: float, deadline: float) -> float:
+    """How much of the time has gone, from 0 to 1; compiling may have used it all."""
+    now = time.perf_counter()
+    return 1.0 if now >= deadline else (now - started) / (deadline - started)
 
 
 def main(argv: list[str] | None = None) -> int:
