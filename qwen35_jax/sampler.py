@@ -1,113 +1,249 @@
-"""Choose the next token of every row: pure, batched, exact, with a random stream a row.
+"""Choose the next token of every row: pure, batched, exact, one program for every mix of options.
 
-A row's choice depends on its own logits, options, seed and step alone, never on its neighbours, its
-place or the batch size. Filters act as in vLLM: temperature, then min_p, then top_k, then top_p on
-what top_k left.
+A row's choice depends on its own logits, options, history, seed and step alone, never on its
+neighbours, its place or the batch size. What no row of the batch asks for is skipped on the device:
+an all-greedy batch pays for an argmax.
+
+The order is vLLM's: raw log-probabilities; then banned stops, bias and penalties
+(logit_processors.py), which greedy rows take the argmax of; then temperature, min_p, top_k, and
+top_p on what top_k left.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from qwen35_jax.logit_processors import needs_processing, process_logits
+from qwen35_jax.sampling_arrays import SamplingArrays, TokenHistory
 from qwen35_jax.sampling_params import MAX_LOGPROBS
+from qwen35_jax.token_noise import gumbel_noise
 
 Array = jax.Array
 
-# What a batch needs at most, cheapest first: argmax; noise; a sort for the filters.
-SamplingMode = Literal["greedy", "unfiltered", "filtered"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingArrays:
-    """Each row's options. temperature, top_p, min_p: [R] float32; top_k, step: [R] int32 (top_k 0
-    keeps all; step counts the tokens generated before); seed: [R, 2] uint32, high word first."""
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    seed: Array
-    step: Array
+# Sorting a whole row takes as long as a good part of a decode step, and few rows keep more tokens
+# than these. Those that do are sorted.
+CANDIDATES = 128
+BLOCK = 64
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """tokens: [R] int32. With logprobs: token_logprobs [R], top_ids and top_logprobs [R, 20]."""
+    """tokens: [R] int32. finite: [R] bool, whether all logits of the vocabulary are; where not, the
+    token is 0 and means nothing.
+
+    token_logprobs: [R] float32; top_ids, top_logprobs: [R, N] int32 and float32, best first, with
+    N = 20 (fewer only in a smaller vocabulary). Zeros when no row asked for log-probabilities.
+    """
 
     tokens: Array
-    token_logprobs: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
+    finite: Array
+    token_logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
 def sample(
-    logits: Array,
-    options: SamplingArrays,
-    *,
-    vocabulary_size: int,
-    mode: SamplingMode,
-    with_logprobs: bool,
+    logits: Array, options: SamplingArrays, history: TokenHistory, *, vocabulary_size: int
 ) -> Sampled:
     """logits: [R, V] float32. Ids at and above vocabulary_size are never chosen.
 
     Greedy rows (temperature 0) take the lowest id among the likeliest. Log-probabilities are the
-    raw model's over all of V.
+    raw model's, as in `prompt_logprobs`. A row whose every id is banned takes 0.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary_size
+    finite = (jnp.isfinite(logits) | ~is_token).all(axis=-1)
+    logits = jnp.where(finite[:, None], logits, 0.0)
     allowed = jnp.where(is_token, logits, -jnp.inf)
-    tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    if mode != "greedy":
-        is_greedy = options.temperature == 0.0
-        # Relative to the best, so that a tiny temperature can't overflow to NaN.
-        relative = allowed - jnp.max(allowed, axis=-1, keepdims=True)
-        scaled = relative / jnp.where(is_greedy, 1.0, options.temperature)[:, None]
-        # Masked again: XLA may multiply by the reciprocal, and -inf times one that is 0 is NaN.
-        scaled = jnp.where(is_token, scaled, -jnp.inf)
-        noise = gumbel_noise(options.seed, options.step, logits.shape[-1])
-        draw = _draw_filtered if mode == "filtered" else _draw
-        tokens = jnp.where(is_greedy, tokens, draw(scaled, noise, options))
-    if not with_logprobs:
-        return Sampled(tokens)
+    greedy = _argmax(allowed)
+    is_plain = options.temperature == 0.0
+    tokens = jax.lax.cond(
+        needs_processing(options, vocabulary_size) | ~is_plain.all(),
+        lambda: _choose(allowed, options, history, vocabulary_size),
+        lambda: greedy,
+    )
+    tokens = jnp.where(finite, tokens, 0)
+    wanted = (options.logprobs >= 0).any()
+    token_logprobs, top_ids, top_logprobs = _when(
+        wanted, lambda: prompt_logprobs(logits, tokens, vocabulary_size=vocabulary_size)
+    )
+    return Sampled(tokens, finite, token_logprobs, top_ids, top_logprobs)
+
+
+def prompt_logprobs(
+    logits: Array, next_ids: Array, *, vocabulary_size: int
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities of the raw model, over all of V: those of next_ids, and the best 20.
+
+    logits: [T, V] float32, next_ids: [T] int32 -> token_logprobs [T], top_ids [T, 20] and
+    top_logprobs [T, 20], best first and none at or above vocabulary_size.
+    """
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top_logits, top_ids = jax.lax.top_k(allowed, min(MAX_LOGPROBS, vocabulary_size))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    return Sampled(tokens, (chosen - normalizer)[:, 0], top_ids, top_logits - normalizer)
+    is_token = jnp.arange(logits.shape[-1]) < vocabulary_size
+    top_logits, top_ids = best_of_row(
+        jnp.where(is_token, logits, -jnp.inf), min(MAX_LOGPROBS, vocabulary_size)
+    )
+    chosen = jnp.take_along_axis(logits, next_ids[:, None], axis=-1)
+    return (chosen - normalizer)[:, 0], top_ids, top_logits - normalizer
 
 
-def gumbel_noise(seed: Array, step: Array, size: int) -> Array:
-    """[R, size] float32, row r's from (seed[r], step[r]) alone."""
-
-    def row(words: Array, step: Array) -> Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, step), (size,), jnp.float32)
-
-    return jax.vmap(row)(seed, step)
-
-
-def _draw(scaled: Array, noise: Array, options: SamplingArrays) -> Array:
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-
-
-def _draw_filtered(scaled: Array, noise: Array, options: SamplingArrays) -> Array:
-    ids = jnp.broadcast_to(jnp.arange(scaled.shape[-1], dtype=jnp.int32), scaled.shape)
-    # Stable, so that among equals the lower id ranks first.
-    descending, ids, noise = jax.lax.sort((-scaled, ids, noise), num_keys=1, is_stable=True)
-    kept = keep_mask(-descending, options)
-    best = jnp.argmax(jnp.where(kept, noise - descending, -jnp.inf), axis=-1)
-    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
+def _choose(
+    allowed: Array, options: SamplingArrays, history: TokenHistory, vocabulary_size: int
+) -> Array:
+    processed = jax.lax.cond(
+        needs_processing(options, vocabulary_size),
+        lambda: process_logits(allowed, options, history, vocabulary_size=vocabulary_size),
+        lambda: allowed,
+    )
+    is_greedy = options.temperature == 0.0
+    drawn = _when(~is_greedy.all(), lambda: _draw(processed, options, vocabulary_size))
+    return jnp.where(is_greedy, _argmax(processed), drawn)
 
 
-def keep_mask(ranked: Array, options: SamplingArrays) -> Array:
-    """Which of a row's scaled logits [R, V], best first, the filters keep. The best stays."""
-    rank = jnp.arange(ranked.shape[-1])
-    relative = jnp.exp(ranked - ranked[:, :1])
-    kept = relative >= options.min_p[:, None]
-    kept &= (rank < options.top_k[:, None]) | (options.top_k[:, None] == 0)
-    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept &= (before < options.top_p[:, None]) | (options.top_p[:, None] >= 1.0)
-    return kept | (rank == 0)
+def _draw(processed: Array, options: SamplingArrays, vocabulary_size: int) -> Array:
+    """A random token of each row. Which way it is drawn hangs on the row alone."""
+    is_greedy = options.temperature == 0.0
+    best = jnp.max(processed, axis=-1, keepdims=True)
+    # Relative to the best, so that a tiny temperature can't overflow to NaN.
+    relative = processed - jnp.where(best == -jnp.inf, 0.0, best)
+    scaled = relative / jnp.where(is_greedy, 1.0, options.temperature)[:, None]
+    # Again: XLA may multiply by the reciprocal, and -inf times one that is 0 is NaN.
+    scaled = jnp.where(processed == -jnp.inf, -jnp.inf, scaled)
+    top_k = jnp.where(options.top_k >= vocabulary_size, 0, options.top_k)
+    filters = Filters(top_k, options.top_p, options.min_p)
+    by_rank = (top_k > 0) | (options.top_p < 1.0)
+    unranked = _when(
+        (~is_greedy & ~by_rank).any(), lambda: _draw_unranked(scaled, filters, options)
+    )
+    ranked = _when(
+        (~is_greedy & by_rank).any(),
+        lambda: _draw_ranked(scaled, filters, options, ~is_greedy & by_rank),
+    )
+    return jnp.where(by_rank, ranked, unranked)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Filters:
+    """top_k: [R] int32, 0 keeps all. top_p, min_p: [R] float32."""
+
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+def _draw_unranked(scaled: Array, filters: Filters, options: SamplingArrays) -> Array:
+    """Of all tokens that min_p keeps."""
+    kept = jnp.exp(scaled) >= filters.min_p[:, None]
+    ids = jnp.broadcast_to(jnp.arange(scaled.shape[-1]), scaled.shape)
+    noise = gumbel_noise(options.seed, options.step, ids)
+    return _argmax(jnp.where(kept, scaled + noise, -jnp.inf))
+
+
+def _draw_ranked(
+    scaled: Array, filters: Filters, options: SamplingArrays, is_wanted: Array
+) -> Array:
+    """Of what all filters keep: of the best few where those hold it all, else of the sorted row."""
+
+    def draw(ranked: Array, ids: Array, kept: Array) -> Array:
+        noise = gumbel_noise(options.seed, options.step, ids)
+        place = jnp.argmax(jnp.where(kept, ranked + noise, -jnp.inf), axis=-1)
+        return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
+
+    def draw_sorted() -> Array:
+        ids = jnp.broadcast_to(jnp.arange(scaled.shape[-1], dtype=jnp.int32), scaled.shape)
+        # Stable, so that among equals the lower id ranks first.
+        negated, ids = jax.lax.sort((-scaled, ids), num_keys=1, is_stable=True)
+        return draw(-negated, ids, keep_mask(-negated, filters))
+
+    ranked, ids = best_of_row(scaled, CANDIDATES)
+    if ranked.shape[-1] == scaled.shape[-1]:
+        return draw(ranked, ids, keep_mask(ranked, filters))
+    has_count = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
+    holds_all = has_count | (jnp.exp(ranked[:, -1]) < filters.min_p)
+    likelihood_here = _kept_likelihood(ranked, filters).sum(axis=-1)
+    # Of top_k beyond the candidates the likelihood of all that it keeps is not known here.
+    may_end_here = is_wanted & ~holds_all & (filters.top_k == 0)
+    likelihood = jnp.where(
+        holds_all,
+        likelihood_here,
+        _when(may_end_here.any(), lambda: _kept_by_min_p(scaled, filters).sum(axis=-1)),
+    )
+    ends_here = may_end_here & (likelihood_here >= filters.top_p * likelihood)
+    must_sort = is_wanted & ~holds_all & ~ends_here
+    drawn = draw(ranked, ids, keep_mask(ranked, filters, likelihood))
+    return jnp.where(must_sort, _when(must_sort.any(), draw_sorted), drawn)
+
+
+def keep_mask(ranked: Array, filters: Filters, likelihood: Array | None = None) -> Array:
+    """[R, N] bool: which tokens the filters keep. The best stays.
+
+    ranked: [R, N] float32, scaled logits relative to the best, best first. likelihood: [R], that of
+    all tokens that min_p and top_k keep, relative to the best; None where `ranked` holds them all.
+    """
+    kept = _kept_likelihood(ranked, filters)
+    likelihood = kept.sum(axis=-1) if likelihood is None else likelihood
+    before = jnp.pad(jnp.cumsum(kept, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    in_top_p = before < (filters.top_p * likelihood)[:, None]
+    in_top_p |= (filters.top_p >= 1.0)[:, None]
+    is_best = jnp.arange(ranked.shape[-1]) == 0
+    return (in_top_p & _is_kept_by_rank(ranked, filters)) | is_best
+
+
+def _is_kept_by_rank(ranked: Array, filters: Filters) -> Array:
+    top_k = filters.top_k[:, None]
+    in_top_k = (jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0)
+    return in_top_k & (jnp.exp(ranked) >= filters.min_p[:, None])
+
+
+def _kept_likelihood(ranked: Array, filters: Filters) -> Array:
+    return jnp.where(_is_kept_by_rank(ranked, filters), jnp.exp(ranked), 0.0)
+
+
+def _kept_by_min_p(scaled: Array, filters: Filters) -> Array:
+    likelihood = jnp.exp(scaled)
+    return jnp.where(likelihood >= filters.min_p[:, None], likelihood, 0.0)
+
+
+def best_of_row(values: Array, count: int, *, block: int = BLOCK) -> tuple[Array, Array]:
+    """The best of each row, best first, and where they are; the lower place first among equals.
+
+    values: [R, V] float32 without NaN -> [R, N] float32 and int32, N = min(count, V). The best are
+    in the `count` blocks whose maxima are the best, so that only few values are sorted.
+    """
+    # lax.top_k puts 0.0 before -0.0.
+    values = jnp.where(values == 0.0, 0.0, values)
+    rows, width = values.shape
+    blocks = -(-width // block)
+    if blocks <= count:
+        return _top_k(values, min(count, width))
+    padding = ((0, 0), (0, blocks * block - width))
+    padded = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(rows, blocks, block)
+    _, chosen = _top_k(padded.max(axis=-1), count)
+    # In their own order, so that place decides among equals here too.
+    chosen = jnp.sort(chosen, axis=-1)[:, :, None]
+    candidates = jnp.take_along_axis(padded, chosen, axis=1).reshape(rows, count * block)
+    places = (chosen * block + jnp.arange(block, dtype=jnp.int32)).reshape(rows, count * block)
+    best, order = _top_k(candidates, count)
+    return best, jnp.take_along_axis(places, order, axis=-1)
+
+
+def _top_k(values: Array, count: int) -> tuple[Array, Array]:
+    best, places = jax.lax.top_k(values, count)
+    return best, places.astype(jnp.int32)
+
+
+def _argmax(values: Array) -> Array:
+    return jnp.argmax(values, axis=-1).astype(jnp.int32)
+
+
+def _when[ResultT](condition: Array, compute: Callable[[], ResultT]) -> ResultT:
+    """compute(), or zeros where the condition is false."""
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(
+        condition,
+        compute,
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+    )

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen35_jax.engine.stopping import check_prompt
 from qwen35_jax.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
-from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.model.cache import ModelState, init_state
 from qwen35_jax.model.transformer import Qwen35
 from qwen35_jax.sampler import Sampled, SamplingArrays, SamplingMode
@@ -209,25 +209,6 @@ class StaticBatchEngine:
     def _end_early(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
         row.finished = True
         self._ended.append(TokenOutput(row.request.request_id, finish_reason=reason, error=error))
-
-
-def check_prompt(prompt: tuple[int, ...], vocabulary_size: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError for a prompt that can never run."""
-    if not prompt:
-        raise InvalidRequestError("prompt is empty: want at least one token", param="prompt")
-    if len(prompt) >= max_model_len:
-        raise InvalidRequestError(
-            f"prompt has {len(prompt)} tokens; with at least one to generate, the model's context "
-            f"holds {max_model_len}",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    for token_id in prompt:
-        if not 0 <= token_id < vocabulary_size:
-            raise InvalidRequestError(
-                f"prompt holds token id {token_id}; the vocabulary has {vocabulary_size} ids",
-                param="prompt",
-            )
 
 
 def _first_line(error: Exception) -> str:

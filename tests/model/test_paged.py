@@ -1,6 +1,8 @@
 """Steps over paged KV and state slots against the plain forward pass."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from qwen35_jax.model.paged import (
     init_pools,
     step_hidden_states,
 )
-from qwen35_jax.model.transformer import forward, unembed
+from qwen35_jax.model.transformer import Qwen35, forward, unembed
 from tests.support.models import COMPILE_FAST, tiny_params
 
 PAGE, PAGES, TABLE, SLOTS = 16, 64, 20, 6
@@ -59,8 +61,8 @@ def reference(params):
 class Harness:
     """Runs sequences by hand-made steps and keeps the logits that each token got."""
 
-    params: object
-    step: object
+    params: Qwen35
+    step: Callable[..., Any]
     pools: CachePools
     pages: dict[int, list[int]] = field(default_factory=dict)  # by slot
     ids: dict[int, list[int]] = field(default_factory=dict)
