@@ -58,6 +58,10 @@ def save_checkpoint(
         total += sum(array.nbytes for array in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / INDEX_NAME, index)
+    # safetensors makes its files readable by their owner alone, whatever the umask.
+    mode = (directory / INDEX_NAME).stat().st_mode
+    for file_name in set(weight_map.values()):
+        (directory / file_name).chmod(mode)
     if tokenizer_from is not None:
         for name in TOKENIZER_FILES:
             if (source := Path(tokenizer_from) / name).is_file():

@@ -33,6 +33,11 @@ Dtype = Literal["bfloat16", "float32"]
 Numerics = Literal["checkpoint", "transformers"]
 LoadFormat = Literal["auto", "dummy"]
 
+MAX_UTILIZATION = 0.97
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+# JAX refuses to read both; the second is its old spelling.
+_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -210,6 +215,13 @@ class EngineConfig:
     load_format: "auto" reads the weights; "dummy" makes random ones on the device.
     dtype: "auto" takes the checkpoint's. max_model_len: longest prompt plus output, in tokens;
     None takes the checkpoint's. max_num_seqs: sequences in one batch at most.
+    max_num_batched_tokens: tokens of one step, decoded and of prompts together.
+    gpu_memory_utilization: the share of the device's memory for weights, caches and workspace.
+    kv_cache_tokens: room in the KV cache; None takes what that share leaves.
+    block_size: tokens of one page of it.
+    compilation_cache_dir: keeps compiled programs for the next start; "auto" is in the user's cache
+    directory; None, "" and "none" keep nothing.
+    strict_compilation: a program compiled once the engine is ready is an error, not a slow step.
     """
 
     model: str | None = None
@@ -218,21 +230,101 @@ class EngineConfig:
     numerics: Numerics = "checkpoint"
     max_model_len: int | None = None
     max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_tokens: int | None = None
+    block_size: int = 64
+    compilation_cache_dir: str | None = "auto"
+    strict_compilation: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("dtype", self.dtype, ("auto", *get_args(Dtype)))
         check_choice("numerics", self.numerics, get_args(Numerics))
-        for name in ("max_model_len", "max_num_seqs"):
-            value = getattr(self, name)
-            if value is not None or name != "max_model_len":
+        for name in ("max_model_len", "kv_cache_tokens"):
+            if (value := getattr(self, name)) is not None:
                 positive_integer(name, value)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            positive_integer(name, getattr(self, name))
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2: a token of prompt, one of answer")
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be over max_num_seqs "
+                f"({self.max_num_seqs}): a step decodes a token of every sequence and needs room "
+                f"for a prompt; raise the one to {self.max_num_seqs + 1} or more, or lower the "
+                "other"
+            )
+        _check_utilization(self.gpu_memory_utilization)
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(
+                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, "
+                f"not {self.block_size}"
+            )
+        directory = self.compilation_cache_dir
+        if directory is not None and not isinstance(directory, str):
+            raise ConfigError(f"compilation_cache_dir must be a path, not {shown(directory)}")
+        if not isinstance(self.strict_compilation, bool):
+            raise ConfigError(
+                f"strict_compilation must be true or false, not {shown(self.strict_compilation)}"
+            )
         seed_is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if not seed_is_integer or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer of 64 bits, not {shown(self.seed)}")
+
+    def compilation_cache_path(self) -> Path | None:
+        """Where compiled programs are kept; None for nowhere.
+
+        "auto" goes where JAX_COMPILATION_CACHE_DIR says, else to the user's cache directory.
+        """
+        name = self.compilation_cache_dir
+        if not name or name == "none":
+            return None
+        if name != "auto":
+            return Path(os.path.expanduser(name))
+        if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+            return Path(chosen)
+        # A relative path in the variable is to be ignored, says its specification.
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not base.is_absolute():
+            base = Path(os.path.expanduser("~/.cache"))
+        # Of a user without a home nothing is expanded.
+        return base / "qwen35-jax" / "compile" if base.is_absolute() else None
+
+
+def device_memory_fraction() -> float | None:
+    """The share of a GPU's memory that the environment tells JAX to take; None for its default.
+
+    Raises ConfigError for what JAX can't read.
+    """
+    given = {name: os.environ[name] for name in _FRACTION_NAMES if os.environ.get(name)}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both set; remove the latter")
+    for name, value in given.items():
+        try:
+            return positive_number(name, float(value))
+        except ValueError:
+            raise ConfigError(f"{name} must be a positive number, not {value!r}") from None
+    return None
+
+
+def set_device_memory_fraction(fraction: float) -> None:
+    """For the JAX of this process and its children, where it has not met its devices yet."""
+    os.environ[_FRACTION_NAMES[0]] = f"{fraction:g}"
+
+
+def _check_utilization(value: object) -> None:
+    fraction = positive_number("gpu_memory_utilization", value)
+    if fraction > 1:
+        raise ConfigError(
+            f"gpu_memory_utilization is a share of the device's memory, as 0.9; not {fraction:g}"
+        )
+    if fraction > MAX_UTILIZATION:
+        raise ConfigError(
+            f"gpu_memory_utilization must be at most {MAX_UTILIZATION}, not {fraction:g}: the "
+            "driver, its libraries and the recorded graphs need the rest; try 0.9"
+        )
 
 
 def _check_multiple(config: ModelConfig, larger: str, smaller: str) -> None:

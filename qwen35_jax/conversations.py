@@ -12,6 +12,9 @@ from qwen35_jax.tokenizer import read_json_object, token_text
 Conversation = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_MEDIA = ("image", "image_url", "video", "video_url", "audio", "input_audio", "file")
+
 # What chat_template_kwargs may not name: arguments of their own.
 _OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt")
 
@@ -54,7 +57,11 @@ def render_conversations(
         enable_thinking = kwargs.pop("enable_thinking")
     count = len(conversations)
     each_tools = _one_each(
-        "tools", tools, count, fits=_are_tools, wanted="a list of tool definitions (objects)"
+        "tools",
+        tools,
+        count,
+        fits=_are_tools,
+        wanted="a list of tool definitions (objects that name a function)",
     )
     each_thinking = _one_each(
         "enable_thinking",
@@ -73,6 +80,7 @@ def render_conversations(
                     f"a conversation is a list of messages, not {conversation!r:.80}",
                     param="messages",
                 )
+            check_messages(conversation)
             prompt = template.render(
                 conversation,
                 tools=own_tools,
@@ -85,6 +93,37 @@ def render_conversations(
         else:
             rendered.append(prompt)
     return rendered
+
+
+def check_messages(conversation: Sequence[Any]) -> None:
+    """Raise InvalidRequestError, naming the message, for what no template is to be asked about."""
+    for index, message in enumerate(conversation):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise _refusal(f"{where} must be an object, not {type(message).__name__}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise _refusal(
+                f"{where} has no role"
+                if role is None
+                else f"{where} has the unknown role {role!r:.40}; roles are {', '.join(ROLES)}"
+            )
+        if content is None and not (role == "assistant" and message.get("tool_calls")):
+            raise _refusal(f"{where} (of the {role}) has no content")
+        for part in content if is_list(content) else ():
+            _check_part(where, part)
+
+
+def _check_part(where: str, part: Any) -> None:
+    if not isinstance(part, Mapping):
+        raise _refusal(f"{where} has a content part that is no object: {part!r:.80}")
+    media = next((name for name in _MEDIA if part.get("type") == name or name in part), None)
+    if media is not None:
+        raise _refusal(f"{where} has a part of type {media}; only text parts are supported")
+
+
+def _refusal(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")
 
 
 def template_from_text(source: object, directory: Path) -> ChatTemplate:
@@ -124,9 +163,14 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
 
 
 def _are_tools(value: object) -> bool:
-    return value is None or (
-        is_list(value) and all(isinstance(definition, Mapping) for definition in value)
-    )
+    return value is None or (is_list(value) and all(_is_tool(definition) for definition in value))
+
+
+def _is_tool(definition: object) -> bool:
+    if not isinstance(definition, Mapping):
+        return False
+    function = definition.get("function", definition)
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _one_each(

@@ -2,9 +2,10 @@
 
 import argparse
 import logging
+from dataclasses import fields
 from typing import get_args
 
-from qwen35_jax.config import Dtype, EngineConfig, LoadFormat, Numerics
+from qwen35_jax.config import BLOCK_SIZES, Dtype, EngineConfig, LoadFormat, Numerics
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: bool = False) -> None:
@@ -49,6 +50,53 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: boo
     )
 
 
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of EngineConfig about device memory, steps and compiled programs."""
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="TOKENS",
+        default=EngineConfig.max_num_batched_tokens,
+        help="tokens of one step: one of each running request, the rest of prompts "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=EngineConfig.gpu_memory_utilization,
+        help="share of the GPU's memory for weights, caches and workspace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="room in the KV cache (default: what the GPU's share leaves; on a CPU 32768, or the "
+        "context where that is longer)",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        choices=BLOCK_SIZES,
+        default=EngineConfig.block_size,
+        help="tokens of one page of the KV cache, one of %(choices)s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compilation-cache-dir",
+        metavar="DIR",
+        default=EngineConfig.compilation_cache_dir,
+        help="where compiled programs are kept for the next start; auto is in the user's cache "
+        "directory, none keeps nothing (default: %(default)s)",
+    )
+
+
+def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print how memory would be used, and stop"
+    )
+
+
 def add_seed_argument(parser: argparse.ArgumentParser, *, help: str) -> None:
     parser.add_argument("--seed", type=int, default=EngineConfig.seed, help=help)
 
@@ -60,16 +108,13 @@ def engine_config(
     model_flag = getattr(arguments, "model_flag", None)
     if arguments.model is not None and model_flag is not None:
         parser.error("give the model once, as MODEL or as --model")
-    return EngineConfig(
-        # Not `or`: an empty name, of an unset shell variable, is refused and not the default model.
-        model=model_flag if arguments.model is None else arguments.model,
-        load_format=arguments.load_format,
-        dtype=arguments.dtype,
-        numerics=arguments.numerics,
-        max_model_len=arguments.max_model_len,
-        max_num_seqs=arguments.max_num_seqs,
-        seed=seed,
-    )
+    given = vars(arguments)
+    options = {
+        field.name: given[field.name] for field in fields(EngineConfig) if field.name in given
+    }
+    # Not `or`: an empty name, of an unset shell variable, is refused and not the default model.
+    model = model_flag if arguments.model is None else arguments.model
+    return EngineConfig(**options | {"model": model, "seed": seed})
 
 
 def log_to_terminal() -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from qwen35_jax.llm import LLM
 
 
+# Thoughts come before an answer to a chat.
+MAX_TOKENS, MAX_CHAT_TOKENS = 128, 1024
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qwen35 generate",
@@ -42,8 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        default=128,
-        help="tokens to generate at most (default: %(default)s)",
+        help=f"tokens to generate at most (default: {MAX_TOKENS}, with --chat {MAX_CHAT_TOKENS})",
     )
     parser.add_argument(
         "--temperature",
@@ -84,12 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.disable_thinking and not arguments.chat:
         parser.error("--disable-thinking needs --chat")
+    max_tokens = arguments.max_tokens
+    if max_tokens is None:
+        max_tokens = MAX_CHAT_TOKENS if arguments.chat else MAX_TOKENS
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         min_p=arguments.min_p,
-        max_tokens=arguments.max_tokens,
+        max_tokens=max_tokens,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,
         seed=arguments.seed,
@@ -155,6 +161,8 @@ def _complete(llm: "LLM", prompt: str, params: SamplingParams) -> None:
     rate = ""
     if len(times) > 2:
         rate = f"; from the third on {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s"
+    if finish == "length":
+        finish = f"cut off at --max-tokens {tokens}" if tokens == params.max_tokens else finish
     print(
         f"[{tokens} tokens, {finish}; first after {times[0] - started:.2f} s{rate}]",
         file=sys.stderr,

@@ -66,8 +66,11 @@ def sample(
     )
     tokens = jnp.where(finite, tokens, 0)
     wanted = (options.logprobs >= 0).any()
-    token_logprobs, top_ids, top_logprobs = _when(
-        wanted, lambda: prompt_logprobs(logits, tokens, vocabulary_size=vocabulary_size)
+    tops = (logits.shape[0], min(MAX_LOGPROBS, vocabulary_size))
+    token_logprobs, top_ids, top_logprobs = jax.lax.cond(
+        wanted,
+        lambda: prompt_logprobs(logits, tokens, vocabulary_size=vocabulary_size),
+        lambda: (jnp.zeros(tops[:1]), jnp.zeros(tops, jnp.int32), jnp.zeros(tops)),
     )
     return Sampled(tokens, finite, token_logprobs, top_ids, top_logprobs)
 
@@ -98,7 +101,9 @@ def _choose(
         lambda: allowed,
     )
     is_greedy = options.temperature == 0.0
-    drawn = _when(~is_greedy.all(), lambda: _draw(processed, options, vocabulary_size))
+    drawn = _tokens_if(
+        ~is_greedy.all(), lambda: _draw(processed, options, vocabulary_size), processed
+    )
     return jnp.where(is_greedy, _argmax(processed), drawn)
 
 
@@ -114,12 +119,12 @@ def _draw(processed: Array, options: SamplingArrays, vocabulary_size: int) -> Ar
     top_k = jnp.where(options.top_k >= vocabulary_size, 0, options.top_k)
     filters = Filters(top_k, options.top_p, options.min_p)
     by_rank = (top_k > 0) | (options.top_p < 1.0)
-    unranked = _when(
-        (~is_greedy & ~by_rank).any(), lambda: _draw_unranked(scaled, filters, options)
+    unranked_rows, ranked_rows = ~is_greedy & ~by_rank, ~is_greedy & by_rank
+    unranked = _tokens_if(
+        unranked_rows.any(), lambda: _draw_unranked(scaled, filters, options), scaled
     )
-    ranked = _when(
-        (~is_greedy & by_rank).any(),
-        lambda: _draw_ranked(scaled, filters, options, ~is_greedy & by_rank),
+    ranked = _tokens_if(
+        ranked_rows.any(), lambda: _draw_ranked(scaled, filters, options, ranked_rows), scaled
     )
     return jnp.where(by_rank, ranked, unranked)
 
@@ -166,15 +171,16 @@ def _draw_ranked(
     likelihood_here = _kept_likelihood(ranked, filters).sum(axis=-1)
     # Of top_k beyond the candidates the likelihood of all that it keeps is not known here.
     may_end_here = is_wanted & ~holds_all & (filters.top_k == 0)
-    likelihood = jnp.where(
-        holds_all,
-        likelihood_here,
-        _when(may_end_here.any(), lambda: _kept_by_min_p(scaled, filters).sum(axis=-1)),
+    likelihood_of_all = jax.lax.cond(
+        may_end_here.any(),
+        lambda: _kept_by_min_p(scaled, filters).sum(axis=-1),
+        lambda: jnp.zeros_like(likelihood_here),
     )
+    likelihood = jnp.where(holds_all, likelihood_here, likelihood_of_all)
     ends_here = may_end_here & (likelihood_here >= filters.top_p * likelihood)
     must_sort = is_wanted & ~holds_all & ~ends_here
     drawn = draw(ranked, ids, keep_mask(ranked, filters, likelihood))
-    return jnp.where(must_sort, _when(must_sort.any(), draw_sorted), drawn)
+    return jnp.where(must_sort, _tokens_if(must_sort.any(), draw_sorted, scaled), drawn)
 
 
 def keep_mask(ranked: Array, filters: Filters, likelihood: Array | None = None) -> Array:
@@ -239,11 +245,7 @@ def _argmax(values: Array) -> Array:
     return jnp.argmax(values, axis=-1).astype(jnp.int32)
 
 
-def _when[ResultT](condition: Array, compute: Callable[[], ResultT]) -> ResultT:
-    """compute(), or zeros where the condition is false."""
-    shapes = jax.eval_shape(compute)
-    return jax.lax.cond(
-        condition,
-        compute,
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-    )
+def _tokens_if(condition: Array, draw: Callable[[], Array], values: Array) -> Array:
+    """draw()'s [R] int32, or zeros. values: [R, V]."""
+    rows = values.shape[0]
+    return jax.lax.cond(condition, draw, lambda: jnp.zeros((rows,), jnp.int32))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from qwen35_jax.model.cache import ModelState
 from qwen35_jax.model.transformer import Qwen35, decode, prefill
-from qwen35_jax.sampler import Sampled, SamplingArrays, SamplingMode, sample
+from qwen35_jax.sampler import Sampled, sample
+from qwen35_jax.sampling_arrays import SamplingArrays, TokenHistory
 
 Array = jax.Array
 
@@ -24,14 +25,9 @@ class Step:
         self._leaves, structure = jax.tree.flatten(params)
         self.config = params.config
         self._prefill = jax.jit(partial(_prefill, structure), donate_argnames=("state", "logits"))
-        self._sample = jax.jit(
-            partial(sample, vocabulary_size=vocabulary_size),
-            static_argnames=("mode", "with_logprobs"),
-        )
+        self._sample = jax.jit(partial(_sample, vocabulary_size))
         self._decode = jax.jit(
-            partial(_decode, structure, vocabulary_size),
-            static_argnames=("mode", "with_logprobs"),
-            donate_argnames=("state",),
+            partial(_decode, structure, vocabulary_size), donate_argnames=("state",)
         )
 
     def prefill(
@@ -43,30 +39,15 @@ class Step:
         """
         return self._prefill(self._leaves, state=state, logits=logits, ids=ids, lengths=lengths)
 
-    def sample(
-        self, logits: Array, options: SamplingArrays, *, mode: SamplingMode, with_logprobs: bool
-    ) -> Sampled:
-        """The first token after the prompts."""
-        return self._sample(logits, options, mode=mode, with_logprobs=with_logprobs)
+    def sample(self, logits: Array, options: SamplingArrays) -> Sampled:
+        """The first token after the prompts. Penalties find no tokens: there is no history here."""
+        return self._sample(logits, options)
 
     def decode(
-        self,
-        state: ModelState,
-        tokens: Array,
-        options: SamplingArrays,
-        *,
-        mode: SamplingMode,
-        with_logprobs: bool,
+        self, state: ModelState, tokens: Array, options: SamplingArrays
     ) -> tuple[ModelState, Sampled]:
         """tokens: [R] int32, the last of each row; gives the next of each row."""
-        return self._decode(
-            self._leaves,
-            state=state,
-            tokens=tokens,
-            options=options,
-            mode=mode,
-            with_logprobs=with_logprobs,
-        )
+        return self._decode(self._leaves, state=state, tokens=tokens, options=options)
 
 
 def _prefill(
@@ -83,6 +64,12 @@ def _prefill(
     return state, jnp.where((lengths > 0)[:, None], new_logits, logits)
 
 
+def _sample(vocabulary_size: int, logits: Array, options: SamplingArrays) -> Sampled:
+    none = jnp.zeros(logits.shape[:1], jnp.int32)
+    history = TokenHistory(ids=none[:, None], length=none, prompt_length=none)
+    return sample(logits, options, history, vocabulary_size=vocabulary_size)
+
+
 def _decode(
     structure: Any,
     vocabulary_size: int,
@@ -91,12 +78,7 @@ def _decode(
     state: ModelState,
     tokens: Array,
     options: SamplingArrays,
-    mode: SamplingMode,
-    with_logprobs: bool,
 ) -> tuple[ModelState, Sampled]:
     params = jax.tree.unflatten(structure, leaves)
     logits, state = decode(params, tokens, state)
-    sampled = sample(
-        logits, options, vocabulary_size=vocabulary_size, mode=mode, with_logprobs=with_logprobs
-    )
-    return state, sampled
+    return state, _sample(vocabulary_size, logits, options)

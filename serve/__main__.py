@@ -184,7 +184,11 @@ def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> Confi
 def _how_to_use(config: ServeConfig) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{config.port}"
-    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 32})
+    prompt = (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    body = json.dumps({"prompt": prompt, "max_tokens": 64, "temperature": 0})
     return (
         f"Ready: {config.served_model_name} at {url}\n"
         f"Try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,12 @@ def test_engine_defaults_are_valid() -> None:
         ("numerics", ["fast", None, []]),
         ("max_model_len", [0, -1, True, 1.5, "8", []]),
         ("max_num_seqs", [0, -1, True, 1.5, "8", None]),
+        ("max_num_batched_tokens", [0, -1, True, 1.5, "8", None]),
+        ("gpu_memory_utilization", [0, -0.5, True, "0.9", None, math.nan, math.inf, 1.0, 0.98]),
+        ("kv_cache_tokens", [0, -1, True, 1.5, "8"]),
+        ("block_size", [0, 8, 48, 512, True, "64", None]),
+        ("compilation_cache_dir", [3, b"cache", Path("cache")]),
+        ("strict_compilation", [None, 1, "yes"]),
         ("seed", [None, True, 1.5, "8"]),
     ],
 )
@@ -188,3 +195,63 @@ def test_engine_option_of_a_wrong_value_is_named(field: str, values: list[object
         options: Fields = {field: value}
         with pytest.raises(ConfigError, match=field):
             EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"), [(90, "share of the device's memory, as 0.9; not 90"), (0.99, "try 0.9")]
+)
+def test_utilization_that_leaves_nothing_is_refused_with_advice(value: float, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        EngineConfig(gpu_memory_utilization=value)
+
+
+def test_step_without_room_for_a_prompt_names_both_options_and_the_way_out() -> None:
+    assert EngineConfig(max_num_seqs=33, max_num_batched_tokens=34).max_num_seqs == 33
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_num_seqs=33, max_num_batched_tokens=33)
+    message = str(caught.value)
+    assert "max_num_batched_tokens (33)" in message and "max_num_seqs (33)" in message
+    assert "raise the one to 34 or more, or lower the other" in message
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def cache_path(name: str | None) -> Path | None:
+    return EngineConfig(compilation_cache_dir=name).compilation_cache_path()
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Path("qwen35-jax") / "compile"
+    assert EngineConfig().compilation_cache_path() == home / ".cache" / ours
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_path("auto") == home / ".cache" / ours
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
+    assert cache_path("auto") == home / "elsewhere" / ours
+
+
+def test_the_cache_directory_that_jax_was_told_of_stays(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "jax-cache")
+    assert cache_path("auto") == Path("jax-cache")
+    assert cache_path("~/mine") == home / "mine"
+
+
+@pytest.mark.parametrize("name", [None, "", "none"])
+def test_compiled_programs_need_not_be_kept(name: str | None, home: Path) -> None:
+    assert cache_path(name) is None
+
+
+def test_a_user_without_a_home_keeps_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_path("auto") is None

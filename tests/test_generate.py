@@ -78,7 +78,7 @@ def test_stdout_gets_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str
     assert printed.out == text_of(PROMPT) + "\n"
     description, summary = printed.err.splitlines()
     assert description == default_llm().loaded.description
-    assert summary.startswith("[8 tokens, length; first after ")
+    assert summary.startswith("[8 tokens, cut off at --max-tokens 8; first after ")
     assert summary.endswith(" tokens/s]")
 
 

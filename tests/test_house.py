@@ -39,7 +39,11 @@ WITHOUT_JAX = (
     "qwen35_jax.sampling_params",
     "qwen35_jax.tokenizer",
     "qwen35_jax.engine.fake",
+    "qwen35_jax.engine.id_pool",
+    "qwen35_jax.engine.plan",
     "qwen35_jax.engine.request",
+    "qwen35_jax.engine.scheduler",
+    "qwen35_jax.engine.stopping",
     "qwen35_jax.engine.text_stream",
     "qwen35_jax.engine.thread",
 )

@@ -31,6 +31,7 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -123,7 +124,15 @@ def test_each_conversation_may_have_its_own_sampling(llm: LLM):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ([{"role": "robot", "content": "x"}, *HELLO], "Unknown message role: robot"),
+        (
+            [{"role": "robot", "content": "x"}, *HELLO],
+            r"messages\[0\] has the unknown role 'robot'",
+        ),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\] has the unknown role 'robot'"),
+        ([{"content": "x"}], r"messages\[0\] has no role"),
+        ([*WORLD, {"role": "assistant"}], r"messages\[2\] \(of the assistant\) has no content"),
+        ([{"role": "user", "content": [IMAGE]}], r"messages\[0\] has a part of type image_url"),
+        ([{"role": "user", "content": ["x"]}], r"messages\[0\] has a content part that is no obj"),
         ([], "A conversation needs at least one message"),
         ([*HELLO, *WORLD], "A system message must come first"),
         ([*HELLO, "and?"], r"messages\[1\] must be an object, not str"),
@@ -174,6 +183,8 @@ def test_tools_are_for_all_or_one_list_a_conversation(llm: LLM):
         ([print], "tools must be a list of tool definitions .*not .*print"),
         ("weather", "tools must be a list of tool definitions"),
         (WEATHER, "tools must be a list of tool definitions"),
+        ([{}], "tools must be a list of tool definitions"),
+        ([{"type": "function", "function": {}}], "tools must be a list of tool definitions"),
         ([[WEATHER], [print]], "tools must be a list of tool definitions"),
         ([[WEATHER]], "tools has 1 entries for 2 conversations"),
     ],

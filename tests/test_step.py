@@ -10,7 +10,7 @@ import pytest
 
 from qwen35_jax.model.cache import ModelState, init_state
 from qwen35_jax.model.transformer import decode, prefill
-from qwen35_jax.sampler import SamplingArrays
+from qwen35_jax.sampling_arrays import SamplingArrays
 from qwen35_jax.step import Step
 from tests.support.engines import fast_compilation, shared_step, two_layer_params
 from tests.support.models import COMPILE_FAST
@@ -19,7 +19,6 @@ VOCABULARY_SIZE = 77
 ROWS = 2
 PIECE = 16
 CAPACITY = 256
-GREEDY: dict[str, Any] = {"mode": "greedy", "with_logprobs": False}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,16 +41,7 @@ def no_logits() -> jax.Array:
 
 
 def greedy_options() -> SamplingArrays:
-    zeros = jnp.zeros((ROWS,), jnp.float32)
-    counts = jnp.zeros((ROWS,), jnp.int32)
-    return SamplingArrays(
-        temperature=zeros,
-        top_k=counts,
-        top_p=zeros + 1,
-        min_p=zeros,
-        seed=jnp.zeros((ROWS, 2), jnp.uint32),
-        step=counts,
-    )
+    return SamplingArrays.greedy(ROWS)
 
 
 def some_ids() -> jax.Array:
@@ -82,7 +72,7 @@ def test_decode_is_the_models_and_then_the_sampler(step: Step):
     state, _ = step.prefill(fresh_state(), no_logits(), some_ids(), jnp.array([PIECE, 3]))
     tokens = jnp.array([7, 9])
     logits, _ = jax.jit(decode, compiler_options=COMPILE_FAST)(two_layer_params(), tokens, state)
-    _, sampled = step.decode(state, tokens, greedy_options(), **GREEDY)
+    _, sampled = step.decode(state, tokens, greedy_options())
     np.testing.assert_array_equal(sampled.tokens, logits[:, :VOCABULARY_SIZE].argmax(-1))
 
 
@@ -90,8 +80,8 @@ def test_ids_beyond_the_vocabulary_are_masked_in_both_programs():
     # Every id but the first is beyond this vocabulary.
     step = Step(two_layer_params(), 1)
     logits = no_logits().at[:, 5].set(9.0)
-    assert list(step.sample(logits, greedy_options(), **GREEDY).tokens) == [0, 0]
-    _, sampled = step.decode(fresh_state(), jnp.array([7, 9]), greedy_options(), **GREEDY)
+    assert list(step.sample(logits, greedy_options()).tokens) == [0, 0]
+    _, sampled = step.decode(fresh_state(), jnp.array([7, 9]), greedy_options())
     assert list(sampled.tokens) == [0, 0]
 
 
@@ -99,8 +89,8 @@ def test_state_and_logits_are_donated_and_options_are_not(step: Step):
     state, logits, options = fresh_state(), no_logits(), greedy_options()
     new_state, new_logits = step.prefill(state, logits, some_ids(), jnp.array([2, 2]))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state, logits)))
-    tokens = step.sample(new_logits, options, **GREEDY).tokens
-    step.decode(new_state, tokens, options, **GREEDY)
+    tokens = step.sample(new_logits, options).tokens
+    step.decode(new_state, tokens, options)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(new_state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_logits, tokens, options)))
 
@@ -108,7 +98,7 @@ def test_state_and_logits_are_donated_and_options_are_not(step: Step):
 def test_a_donated_caches_memory_is_used_again(step: Step):
     state, _ = step.prefill(fresh_state(), no_logits(), some_ids(), jnp.array([2, 2]))
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.layers)]
-    state, _ = step.decode(state, jnp.array([1, 2]), greedy_options(), **GREEDY)
+    state, _ = step.decode(state, jnp.array([1, 2]), greedy_options())
     after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.layers)]
     assert sorted(after) == sorted(addresses)
 
@@ -120,13 +110,11 @@ def test_parameters_are_arguments_and_not_constants(step: Step):
         state=fresh_state(),
         tokens=jnp.array([1, 2]),
         options=greedy_options(),
-        **GREEDY,
     )
     text = lowered.as_text()
     inputs = text[text.index("@main(") : text.index(") ->")].count("%arg")
     others = len(jax.tree.leaves((fresh_state(), greedy_options()))) + 1
-    # Greedy decoding reads none of the options, and jit drops what is not read.
-    assert len(leaves) + len(jax.tree.leaves(fresh_state())) < inputs <= len(leaves) + others
+    assert inputs == len(leaves) + others
     # A constant is spelled out in hexadecimal on one line; the smallest matrix would take 10 kB.
     assert max(map(len, text.splitlines())) < 5_000
 
@@ -134,9 +122,9 @@ def test_parameters_are_arguments_and_not_constants(step: Step):
 def test_a_shape_compiles_once(step: Step):
     def round_trip() -> list[int]:
         state, logits = step.prefill(fresh_state(), no_logits(), some_ids(), jnp.array([2, 2]))
-        sampled = step.sample(logits, greedy_options(), **GREEDY)
+        sampled = step.sample(logits, greedy_options())
         for _ in range(2):
-            state, sampled = step.decode(state, sampled.tokens, greedy_options(), **GREEDY)
+            state, sampled = step.decode(state, sampled.tokens, greedy_options())
         programs: list[Any] = [step._prefill, step._sample, step._decode]
         return [program._cache_size() for program in programs]
 

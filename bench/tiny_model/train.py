@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,13 @@ import numpy as np
 import optax
 
 from bench.results_file import write_results
-from bench.tiny_model.dataset import Batch, batch_shapes, batches, load_conversations
+from bench.tiny_model.dataset import (
+    ROW_LENGTHS,
+    Batch,
+    batch_shapes,
+    batches,
+    load_conversations,
+)
 from bench.tiny_model.dataset import main as make_dataset
 from bench.tiny_model.make_tokenizer import write_tokenizer
 from qwen35_jax.checkpoint import fill_parameters, named_parameters
@@ -166,6 +173,7 @@ def train(
 
     state = jax.jit(optimizer.init)(params)
     compiling = time.perf_counter()
+    print("compiling a program for each row length; this may take minutes", flush=True)
     shapes = batch_shapes(tokens_per_batch)
     on_gpu = jax.default_backend() == "gpu"
     lowered = [
@@ -216,45 +224,29 @@ def _share_of_time(started: float, deadline: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench.tiny_model.train",
-        description="Train the embedded model from scratch.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--examples", type=int, default=700_000, help="conversations to make")
-    parser.add_argument("--steps", type=int, default=4500, help="batches to train on")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="at most, data and compiling included"
-    )
-    parser.add_argument("--tokens-per-batch", type=int, default=32_768, help="with padding")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
-    parser.add_argument("--seed", type=int, default=0, help="of data and weights")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the loss curve there")
-    parser.add_argument("--commit", metavar="HASH", help="the commit to record, where git has none")
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     deadline = time.perf_counter() + 60 * arguments.minutes
+    problem = _problem(arguments)
+    if problem is not None:
+        print(f"bench.tiny_model.train: error: {problem}", file=sys.stderr)
+        return 2
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(arguments.out)
-    dataset = arguments.out.parent / f"{arguments.out.name}-data.npz"
-    make_dataset(
-        [
-            *("--examples", str(arguments.examples), "--seed", str(arguments.seed)),
-            *("--out", str(dataset), "--tokenizer", str(arguments.out)),
-        ]
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        dataset = Path(temporary) / "conversations.npz"
+        make_dataset(
+            [
+                *("--examples", str(arguments.examples), "--seed", str(arguments.seed)),
+                *("--out", str(dataset), "--tokenizer", str(arguments.out)),
+            ]
+        )
+        conversations = load_conversations(dataset)
     config = model_config(Tokenizer.from_directory(arguments.out))
     params = init_params(config, arguments.seed)
     print(f"{parameter_count(params):,} parameters on {jax.devices()[0].device_kind}", flush=True)
-    data = batches(
-        load_conversations(dataset),
-        tokens_per_batch=arguments.tokens_per_batch,
-        seed=arguments.seed,
-    )
     params, curve = train(
         params,
-        data,
+        batches(conversations, tokens_per_batch=arguments.tokens_per_batch, seed=arguments.seed),
         steps=arguments.steps,
         peak_learning_rate=arguments.learning_rate,
         deadline=deadline,
@@ -272,7 +264,76 @@ def main(argv: list[str] | None = None) -> int:
             rows=curve,
             commit=arguments.commit,
         )
+    print(f"Wrote {arguments.out}; try: qwen35 generate {arguments.out} --chat --prompt 'Hi!'")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench.tiny_model.train", description="Train the embedded model from scratch."
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the new checkpoint"
+    )
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=700_000,
+        help="conversations to make and learn from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4500, help="batches to learn from (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="end by then, with what was learnt, making data and compiling included",
+    )
+    parser.add_argument(
+        "--tokens-per-batch",
+        type=int,
+        default=32_768,
+        help="size of a batch, the padding of its rows included (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=3e-3,
+        help="at its highest, after the warm-up (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the data and the first weights (default: 0)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the loss curve there")
+    parser.add_argument(
+        "--commit", metavar="HASH", help="what the JSON calls the code (default: ask git)"
+    )
+    return parser
+
+
+def _problem(arguments: argparse.Namespace) -> str | None:
+    """What would fail after all the work, found before it; makes the directory."""
+    for name, least in (
+        ("examples", 1),
+        ("steps", 1),
+        ("tokens_per_batch", ROW_LENGTHS[-1]),
+    ):
+        if getattr(arguments, name) < least:
+            flag = name.replace("_", "-")
+            return f"--{flag} must be at least {least}, not {getattr(arguments, name)}"
+    for name in ("minutes", "learning_rate"):
+        if not getattr(arguments, name) > 0:
+            return f"--{name.replace('_', '-')} must be over 0, not {getattr(arguments, name)}"
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        if any(arguments.out.iterdir()):
+            return f"--out {arguments.out} is not empty; name a new directory"
+        with tempfile.TemporaryFile(dir=arguments.out):
+            pass
+    except OSError as error:
+        return f"--out {arguments.out} can't be written: {error.strerror}"
+    return None
 
 
 if __name__ == "__main__":

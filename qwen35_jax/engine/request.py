@@ -42,6 +42,8 @@ class TokenOutput:
     finish_reason: set in the request's last output, and only there.
     stop_reason: the stop id that ended the request, if one did.
     error: what went wrong, when finish_reason is "error".
+    prompt_logprobs: with the first token when they were asked for: one entry a prompt token, the
+        first None.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class Engine(Protocol):

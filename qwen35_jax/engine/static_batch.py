@@ -11,17 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen35_jax.engine.stopping import check_prompt
 from qwen35_jax.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from qwen35_jax.engine.stopping import check_prompt
+from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.model.cache import ModelState, init_state
 from qwen35_jax.model.transformer import Qwen35
-from qwen35_jax.sampler import Sampled, SamplingArrays, SamplingMode
+from qwen35_jax.sampler import Sampled
+from qwen35_jax.sampling_arrays import SamplingArrays, options_of
+from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import Step
 
 # Prompt tokens in one prefill call, over all rows; bounds its activations.
 PREFILL_TOKENS = 8192
 MIN_PIECE = 16
 MIN_CAPACITY = 256
+NOT_YET = (
+    *("n", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "prompt_logprobs"),
+)
 
 
 @dataclass
@@ -41,10 +48,8 @@ class Batch:
 
     rows: list[Row]
     state: ModelState
-    sampled: Sampled
     options: SamplingArrays
-    mode: SamplingMode
-    with_logprobs: bool
+    sampled: Sampled | None = None
 
 
 @dataclass
@@ -72,6 +77,7 @@ class StaticBatchEngine:
 
     def submit(self, request: Request) -> None:
         check_prompt(request.prompt_token_ids, self.vocabulary_size, self.max_model_len)
+        refuse_unsupported(request.params)
         seed = request.params.seed
         room = self.max_model_len - len(request.prompt_token_ids)
         self._waiting[request.request_id] = Row(
@@ -130,21 +136,15 @@ class StaticBatchEngine:
     def _start_batch(self, rows: list[Row]) -> list[TokenOutput]:
         padded = _power_of_two(len(rows))
         capacity = max(len(row.request.prompt_token_ids) + row.limit for row in rows)
-        params = [row.request.params for row in rows]
         batch = self._batch = Batch(
             rows=rows,
             state=init_state(
                 self.params.config, padded, max(MIN_CAPACITY, _power_of_two(capacity))
             ),
-            sampled=Sampled(jnp.zeros((padded,), jnp.int32)),
             options=_sampling_arrays(rows, padded),
-            mode=_sampling_mode(rows),
-            with_logprobs=any(one.logprobs is not None for one in params),
         )
         logits = self._prefill(batch, [row.request.prompt_token_ids for row in rows], padded)
-        batch.sampled = self._step.sample(
-            logits, batch.options, mode=batch.mode, with_logprobs=batch.with_logprobs
-        )
+        batch.sampled = self._step.sample(logits, batch.options)
         return self._collect(batch)
 
     def _prefill(self, batch: Batch, prompts: list[tuple[int, ...]], padded: int) -> jax.Array:
@@ -165,13 +165,10 @@ class StaticBatchEngine:
         return logits
 
     def _decode(self, batch: Batch) -> list[TokenOutput]:
+        assert batch.sampled is not None
         batch.options = replace(batch.options, step=batch.options.step + 1)
         batch.state, batch.sampled = self._step.decode(
-            batch.state,
-            batch.sampled.tokens,
-            batch.options,
-            mode=batch.mode,
-            with_logprobs=batch.with_logprobs,
+            batch.state, batch.sampled.tokens, batch.options
         )
         return self._collect(batch)
 
@@ -211,6 +208,14 @@ class StaticBatchEngine:
         self._ended.append(TokenOutput(row.request.request_id, finish_reason=reason, error=error))
 
 
+def refuse_unsupported(params: SamplingParams) -> None:
+    """Raise InvalidRequestError for an option that has no effect in this engine."""
+    neutral = SamplingParams()
+    for name in NOT_YET:
+        if getattr(params, name) != getattr(neutral, name):
+            raise InvalidRequestError(f"{name} is not supported yet; leave it out", param=name)
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -219,42 +224,15 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _sampling_mode(rows: list[Row]) -> SamplingMode:
-    params = [row.request.params for row in rows]
-    if all(one.greedy for one in params):
-        return "greedy"
-    if all(one.top_k == 0 and one.top_p == 1.0 and one.min_p == 0.0 for one in params):
-        return "unfiltered"
-    return "filtered"
-
-
 def _sampling_arrays(rows: list[Row], padded: int) -> SamplingArrays:
-    params = [row.request.params for row in rows]
-
-    def column(values: list[float], dtype: type) -> jax.Array:
-        return jnp.asarray(np.resize(np.asarray(values, dtype), (padded,)))
-
-    words = [[(row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF] for row in rows]
-    return SamplingArrays(
-        temperature=column([_float32_temperature(one.temperature) for one in params], np.float32),
-        top_k=column([min(one.top_k, 2**31 - 1) for one in params], np.int32),
-        top_p=column([one.top_p for one in params], np.float32),
-        min_p=column([one.min_p for one in params], np.float32),
-        seed=jnp.asarray(np.resize(np.asarray(words, np.uint32), (padded, 2))),
-        step=jnp.zeros((padded,), jnp.int32),
-    )
-
-
-def _float32_temperature(temperature: float) -> float:
-    """Zero stays (greedy); anything else stays a normal float32."""
-    limits = np.finfo(np.float32)
-    return min(max(temperature, float(limits.tiny)), float(limits.max)) if temperature else 0.0
+    # Nothing here bans stop ids: min_tokens is refused.
+    options = [options_of(row.request.params, seed=row.seed, stop_ids=()) for row in rows]
+    filler = SamplingArrays.greedy(padded - len(rows))
+    stacked = jax.tree.map(lambda *values: jnp.stack(values), *options)
+    return jax.tree.map(lambda one, more: jnp.concatenate([one, more]), stacked, filler)
 
 
 def _logprobs(sampled: Sampled, index: int, count: int) -> TokenLogprobs:
-    assert sampled.token_logprobs is not None
-    assert sampled.top_ids is not None
-    assert sampled.top_logprobs is not None
     top = zip(sampled.top_ids[index, :count], sampled.top_logprobs[index, :count], strict=True)
     return TokenLogprobs(
         token=float(sampled.token_logprobs[index]),

@@ -11,7 +11,7 @@ import pytest
 
 from bench.tiny_model import dataset
 from bench.tiny_model.dataset import Batch
-from bench.tiny_model.train import in_model_dtype, init_params, learning_rate, loss, train
+from bench.tiny_model.train import in_model_dtype, init_params, learning_rate, loss, main, train
 from qwen35_jax.checkpoint import load_checkpoint, named_parameters
 from qwen35_jax.checkpoint_writer import save_checkpoint
 from qwen35_jax.config import ModelConfig
@@ -124,3 +124,28 @@ def test_a_deadline_ends_training_with_the_rate_at_its_end(monkeypatch, capsys):
     )
     assert [row["step"] for row in curve] == [1]
     assert '"step": 1' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--examples", "0"], "--examples"),
+        (["--steps", "0"], "--steps"),
+        (["--minutes", "-1"], "--minutes"),
+        (["--tokens-per-batch", "383"], "--tokens-per-batch"),
+        (["--learning-rate", "nan"], "--learning-rate"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_any_work(tmp_path, capsys, flags: list[str], named: str):
+    assert main(["--out", str(tmp_path / "new"), *flags]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_that_holds_something_is_refused_before_any_work(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path / "config.json")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -280,6 +280,28 @@ def test_prompts_that_cannot_run_are_refused(
     assert not engine.has_work()
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"n": 2},
+        {"min_tokens": 1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {1: 1}},
+        {"prompt_logprobs": 0},
+    ],
+    ids=str,
+)
+def test_options_without_effect_here_are_refused_by_name(option: dict[str, Any]):
+    engine = make_engine()
+    (name,) = option
+    with pytest.raises(InvalidRequestError, match=f"^{name} is not supported yet") as refused:
+        engine.submit(request("a", (1,), **option))
+    assert refused.value.param == name
+    assert not engine.has_work()
+
+
 def test_a_prompt_that_leaves_room_for_one_token_runs():
     outputs = run(make_engine(), request("a", (1,) * (CONTEXT - 1), max_tokens=5))
     assert finishes(outputs) == {"a": ["length"]}

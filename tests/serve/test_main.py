@@ -237,7 +237,7 @@ def test_the_curl_line_works(tmp_path: Path):
         _, _, url, _, header, _, body = shlex.split(curl_line)
         headers = dict([header.split(": ")])
         response = httpx.post(url, content=body, headers=headers)
-        assert response.json()["usage"]["completion_tokens"] == 32
+        assert 0 < response.json()["usage"]["completion_tokens"] <= 64
         process.send_signal(signal.SIGINT)
         assert end_of(process) == (0, "")
 

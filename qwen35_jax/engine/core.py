@@ -1,0 +1,171 @@
+"""Continuous batching: the Engine of engine/request.py over scheduler and runner.
+
+A step plans and dispatches the next device step before it waits for the one before, so that the
+host's work hides behind the device's. A sequence that a stop id ended has by then been planned once
+more; what that step samples for it is dropped.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from qwen35_jax.engine.plan import Sequence
+from qwen35_jax.engine.request import Request, TokenLogprobs, TokenOutput
+from qwen35_jax.engine.runner import Collected, Dispatched, PromptLogprobs, Runner, SampledToken
+from qwen35_jax.engine.scheduler import Scheduler
+from qwen35_jax.engine.stopping import check_prompt, ending_of
+from qwen35_jax.errors import InvalidRequestError
+
+
+@dataclass
+class _Live:
+    """A request from submission to its end. prompt_logprobs: found so far, by position."""
+
+    sequence: Sequence
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_is_reported: bool = False
+
+
+@dataclass
+class ContinuousBatchingEngine:
+    """Many requests at once. One thread drives it.
+
+    vocabulary_size: ids at and above it are refused. stop_token_ids: the checkpoint's own ends.
+    seed: where the seeds of requests that bring none come from.
+    """
+
+    runner: Runner
+    scheduler: Scheduler
+    vocabulary_size: int
+    max_model_len: int
+    stop_token_ids: frozenset[int]
+    seed: int = 0
+    _live: dict[str, _Live] = field(default_factory=dict)
+    _running: Dispatched | None = None
+    _ended: list[TokenOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._seeds = random.Random(self.seed)
+
+    def submit(self, request: Request) -> None:
+        check_prompt(request.prompt_token_ids, self.vocabulary_size, self.max_model_len)
+        params = request.params
+        for field_name in ("logit_bias", "stop_token_ids"):
+            _check_ids(field_name, getattr(params, field_name), self.vocabulary_size)
+        room = self.max_model_len - len(request.prompt_token_ids)
+        limit = min(room, params.max_tokens or room)
+        if params.min_tokens > limit:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the context has room for {limit} tokens "
+                "after this prompt",
+                param="min_tokens",
+            )
+        why_not = self.scheduler.why_never_fits(len(request.prompt_token_ids), limit)
+        if why_not is not None:
+            raise InvalidRequestError(why_not, param="max_tokens")
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        own_stops = frozenset() if params.ignore_eos else self.stop_token_ids
+        sequence = Sequence(
+            request=request,
+            seed=seed % 2**64,
+            limit=limit,
+            stop_ids=own_stops | frozenset(params.stop_token_ids or ()),
+        )
+        self.scheduler.add(sequence)
+        self._live[request.request_id] = _Live(sequence)
+
+    def abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live.sequence, TokenOutput(request_id, finish_reason="abort"))
+
+    def has_work(self) -> bool:
+        return bool(self._live or self._ended)
+
+    def step(self) -> list[TokenOutput]:
+        plan = self.scheduler.plan()
+        before, self._running = self._running, None
+        if plan is not None:
+            for piece in plan.pieces:
+                if piece.start == 0:
+                    self.runner.admit(piece.sequence)
+            self._running = self.runner.dispatch(plan)
+        if before is not None:
+            self._take(self.runner.collect(before))
+        elif plan is None and self._live:
+            raise RuntimeError("requests wait and no step can run: the scheduler is stuck")
+        outputs, self._ended = self._ended, []
+        return outputs
+
+    def close(self) -> None:
+        """End what is left as "abort" and give the caches back."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self._running = None
+        self.runner.close()
+
+    def _take(self, collected: Collected) -> None:
+        for prompt in collected.prompts:
+            self._take_prompt(prompt)
+        for token in collected.tokens:
+            live = self._live.get(token.sequence.request.request_id)
+            # It ended while the step ran.
+            if live is not None and live.sequence is token.sequence:
+                self._take_token(live, token)
+
+    def _take_prompt(self, prompt: PromptLogprobs) -> None:
+        live = self._live.get(prompt.sequence.request.request_id)
+        if live is not None and live.sequence is prompt.sequence:
+            live.prompt_logprobs.update(enumerate(prompt.entries, prompt.start))
+
+    def _take_token(self, live: _Live, token: SampledToken) -> None:
+        sequence = live.sequence
+        request_id = sequence.request.request_id
+        if token.token_id is None:
+            self._end(
+                sequence,
+                TokenOutput(
+                    request_id,
+                    finish_reason="error",
+                    error="the model's logits are not finite numbers",
+                ),
+            )
+            return
+        self.scheduler.results_in(sequence, token.token_id)
+        finish, stop_reason = ending_of(sequence, token.token_id)
+        output = TokenOutput(
+            request_id,
+            (token.token_id,),
+            None if token.logprobs is None else (token.logprobs,),
+            finish,
+            stop_reason,
+            prompt_logprobs=self._report_prompt(live),
+        )
+        if finish is None:
+            self._ended.append(output)
+        else:
+            self._end(sequence, output)
+
+    def _report_prompt(self, live: _Live) -> tuple[TokenLogprobs | None, ...] | None:
+        """With the first token, once."""
+        request = live.sequence.request
+        if request.params.prompt_logprobs is None or live.prompt_is_reported:
+            return None
+        live.prompt_is_reported = True
+        length = len(request.prompt_token_ids)
+        return (None, *(live.prompt_logprobs[position] for position in range(1, length)))
+
+    def _end(self, sequence: Sequence, output: TokenOutput) -> None:
+        self.scheduler.finish(sequence)
+        del self._live[sequence.request.request_id]
+        self._ended.append(output)
+
+
+def _check_ids(name: str, ids: object, vocabulary_size: int) -> None:
+    """stop_token_ids are ids, logit_bias (id, bias) pairs."""
+    for one in ids or ():  # pyright: ignore[reportGeneralTypeIssues]
+        token_id = one[0] if isinstance(one, tuple) else one
+        if token_id >= vocabulary_size:
+            raise InvalidRequestError(
+                f"{name} holds token id {token_id}; the vocabulary has {vocabulary_size} ids",
+                param=name,
+            )
