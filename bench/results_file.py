@@ -39,6 +39,18 @@ def write_results(
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Why results can't be written there, found before the work; None where they can. Makes the
+    directory."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        return f"{path} can't be written: {error.strerror}"
+    return None
+
+
 def _device() -> dict[str, str | None]:
     import jax
 

@@ -150,8 +150,14 @@ def _with_parsed_arguments(call: object, where: str) -> Mapping[str, Any]:
     if not isinstance(call, Mapping):
         _refuse(f"{where} must be an object, not {type(call).__name__}")
     if "function" in call:
-        function = _with_parsed_arguments(call["function"], f"{where}.function")
-        return {**call, "function": function}
+        function = call["function"]
+        if not isinstance(function, Mapping):
+            _refuse(f"{where}.function must be an object, not {type(function).__name__}")
+        return {**call, "function": _parsed_call(function, f"{where}.function")}
+    return _parsed_call(call, where)
+
+
+def _parsed_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "arguments" not in call:
         return call
     return {**call, "arguments": _parsed_arguments(call["arguments"], f"{where}.arguments")}

@@ -16,7 +16,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MEDIA = ("image", "image_url", "video", "video_url", "audio", "input_audio", "file")
 
 # What chat_template_kwargs may not name: arguments of their own.
-_OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt")
+_OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "chat_template")
+# Options of other libraries' chat methods that have no meaning here.
+_NOT_FOR_TEMPLATES = ("tokenize", "continue_final_message", "return_tensors", "return_dict")
 
 
 def as_conversations(messages: object) -> list[Any]:
@@ -48,6 +50,11 @@ def render_conversations(
     Raises InvalidRequestError for options that are wrong for all of them.
     """
     kwargs = _checked_kwargs(template_kwargs)
+    if not isinstance(add_generation_prompt, bool):
+        raise InvalidRequestError(
+            f"add_generation_prompt must be True or False, not {add_generation_prompt!r:.80}",
+            param="add_generation_prompt",
+        )
     if "enable_thinking" in kwargs:
         if enable_thinking is not None:
             raise InvalidRequestError(
@@ -110,6 +117,12 @@ def check_messages(conversation: Sequence[Any]) -> None:
             )
         if content is None and not (role == "assistant" and message.get("tool_calls")):
             raise _refusal(f"{where} (of the {role}) has no content")
+        # Templates read it more than once: an iterator would be empty the second time.
+        if content is not None and not isinstance(content, str) and not is_list(content):
+            raise _refusal(
+                f"{where} has content that is neither text nor a list of parts: "
+                f"{type(content).__name__}"
+            )
         for part in content if is_list(content) else ():
             _check_part(where, part)
 
@@ -136,6 +149,12 @@ def template_from_text(source: object, directory: Path) -> ChatTemplate:
             f"chat_template must be a template's text, not {type(source).__name__}",
             param="chat_template",
         )
+    if "{" not in source:
+        raise InvalidRequestError(
+            f"chat_template is a template's text, and {source!r:.80} has no expression in it: read "
+            "the file, where this is its path",
+            param="chat_template",
+        )
     config_path = directory / "tokenizer_config.json"
     config = read_json_object(config_path) if config_path.is_file() else {}
     tokens = {name: token_text(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
@@ -157,6 +176,12 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
         if name in template_kwargs:
             raise InvalidRequestError(
                 f"chat_template_kwargs can't set {name}; it is an argument of its own",
+                param="chat_template_kwargs",
+            )
+    for name in _NOT_FOR_TEMPLATES:
+        if name in template_kwargs:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't set {name}: it is no variable of a template",
                 param="chat_template_kwargs",
             )
     return dict(template_kwargs)

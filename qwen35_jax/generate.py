@@ -117,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(prompts) > 1:
                 print(f"--- prompt {number} of {len(prompts)}", file=sys.stderr)
             if arguments.chat:
-                prompt = _as_chat(llm, prompt, thinking=not arguments.disable_thinking)
+                # None leaves it to the template, as LLM.chat does.
+                prompt = _as_chat(
+                    llm, prompt, thinking=False if arguments.disable_thinking else None
+                )
             try:
                 _complete(llm, prompt, params)
             except GenerationError as error:
@@ -137,7 +140,7 @@ def _read_stdin() -> str:
         raise InvalidRequestError(f"the prompt on stdin is not {error.encoding} text") from None
 
 
-def _as_chat(llm: "LLM", prompt: str, *, thinking: bool) -> str:
+def _as_chat(llm: "LLM", prompt: str, *, thinking: bool | None) -> str:
     from qwen35_jax.chat_template import ChatTemplate
 
     template = ChatTemplate.from_directory(llm.loaded.directory)

@@ -148,6 +148,8 @@ class LLM:
             print(result.outputs[0].text)
 
         The text is all that the model says, with a thinking model's thoughts up to </think>.
+        Special tokens in the messages' text are what they are: text from others that may hold
+        <|im_end|> should be stripped of it first.
 
         messages: a conversation, which is a list of OpenAI chat messages, or a list of them.
         sampling_params: one for all, or one a conversation. The default one ends after 16 tokens:
@@ -246,7 +248,7 @@ class LLM:
                     while not outputs and engine.has_work():
                         self._step(engine)
                 if not outputs:
-                    break
+                    raise GenerationError("the engine lost this request: a step was interrupted")
                 output = outputs.popleft()
                 if output.finish_reason == "error":
                     raise GenerationError(output.error)

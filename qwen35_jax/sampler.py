@@ -55,13 +55,17 @@ def sample(
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary_size
     finite = (jnp.isfinite(logits) | ~is_token).all(axis=-1)
-    logits = jnp.where(finite[:, None], logits, 0.0)
-    allowed = jnp.where(is_token, logits, -jnp.inf)
-    greedy = _argmax(allowed)
-    is_plain = options.temperature == 0.0
+    greedy = _argmax(jnp.where(is_token, logits, -jnp.inf))
+
+    # Inside the conditions, not before them: a copy of the logits costs as much as the argmax.
+    def finite_logits() -> Array:
+        return jnp.where(finite[:, None], logits, 0.0)
+
     tokens = jax.lax.cond(
-        needs_processing(options, vocabulary_size) | ~is_plain.all(),
-        lambda: _choose(allowed, options, history, vocabulary_size),
+        needs_processing(options, vocabulary_size) | (options.temperature != 0.0).any(),
+        lambda: _choose(
+            jnp.where(is_token, finite_logits(), -jnp.inf), options, history, vocabulary_size
+        ),
         lambda: greedy,
     )
     tokens = jnp.where(finite, tokens, 0)
@@ -69,7 +73,7 @@ def sample(
     tops = (logits.shape[0], min(MAX_LOGPROBS, vocabulary_size))
     token_logprobs, top_ids, top_logprobs = jax.lax.cond(
         wanted,
-        lambda: prompt_logprobs(logits, tokens, vocabulary_size=vocabulary_size),
+        lambda: prompt_logprobs(finite_logits(), tokens, vocabulary_size=vocabulary_size),
         lambda: (jnp.zeros(tops[:1]), jnp.zeros(tops, jnp.int32), jnp.zeros(tops)),
     )
     return Sampled(tokens, finite, token_logprobs, top_ids, top_logprobs)

@@ -31,6 +31,8 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+CYCLE: dict[str, Any] = {}
+CYCLE["function"] = CYCLE
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -129,6 +131,8 @@ def test_each_conversation_may_have_its_own_sampling(llm: LLM):
             r"messages\[0\] has the unknown role 'robot'",
         ),
         ([{"role": "robot", "content": "x"}], r"messages\[0\] has the unknown role 'robot'"),
+        ([{"role": "user", "content": iter("x")}], "neither text nor a list of parts"),
+        ([*HELLO, {"role": "assistant", "tool_calls": [CYCLE]}], "arguments|name of its function"),
         ([{"content": "x"}], r"messages\[0\] has no role"),
         ([*WORLD, {"role": "assistant"}], r"messages\[2\] \(of the assistant\) has no content"),
         ([{"role": "user", "content": [IMAGE]}], r"messages\[0\] has a part of type image_url"),
@@ -278,3 +282,17 @@ def test_after_close_chat_says_so(llm: LLM):
     for options in ({}, {"chat_template": "x"}):
         with pytest.raises(ConfigError, match="this LLM is closed"):
             chat(llm, HELLO, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"add_generation_prompt": "false"}, "add_generation_prompt must be True or False"),
+        ({"chat_template": "some/chat_template.jinja"}, "has no expression in it"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "can't set tokenize"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "can't set chat_template"),
+    ],
+)
+def test_an_option_that_could_only_be_ignored_is_refused(llm: LLM, option: Any, named: str):
+    with pytest.raises(InvalidRequestError, match=named):
+        llm.chat(HELLO, **option)

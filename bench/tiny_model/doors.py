@@ -4,6 +4,7 @@ All answer greedily: `LLM.chat`, HTTP completions of the rendered prompt, and a 
 which keeps nothing between tokens and so shares no cache with the other two.
 """
 
+import http.client
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ Array = jax.Array
 
 HTTP_REQUESTS_AT_A_TIME = 32
 HTTP_TIMEOUT_SECONDS = 600
+PROBE_TIMEOUT_SECONDS = 10
 FORWARD_ROWS = 16
 # Rows are padded to a multiple of it, so that few lengths are compiled.
 ROW_LENGTH_STEP = 128
@@ -70,26 +73,52 @@ def ask_chat(llm: LLM, examples: Sequence[Example], *, max_tokens: int) -> list[
     return answers
 
 
-def ask_http(base_url: str, prompts: Sequence[str], *, max_tokens: int) -> list[Answer]:
-    """Through POST /v1/completions. Raises ConfigError where the server doesn't answer so."""
+def check_server(base_url: str, model_name: str) -> None:
+    """Raise ConfigError unless the server there is up and serves a model of this name."""
+    answer = _http_json(f"{base_url.rstrip('/')}/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
+    try:
+        served = [model["id"] for model in answer["data"]]
+    except (LookupError, TypeError):
+        raise ConfigError(f"{base_url} answered a request for its models with none") from None
+    if model_name not in served:
+        raise ConfigError(
+            f"{base_url} serves {', '.join(map(str, served))}, not {model_name}: give --model, or "
+            f"start the server with --served-model-name {model_name}"
+        )
+
+
+def _http_json(url: str, body: object = None, *, timeout: float = HTTP_TIMEOUT_SECONDS) -> Any:
+    """GET, or POST of `body`. Raises ConfigError for everything that can be wrong there."""
     # Not through a proxy, which could not reach this machine's own server.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(
+            url,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with opener.open(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        reason = f"status {error.code}, {error.read().decode(errors='replace'):.200}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise ConfigError(f"{url} doesn't answer (is it http://HOST:PORT?): {reason}")
+
+
+def ask_http(base_url: str, prompts: Sequence[str], *, max_tokens: int) -> list[Answer]:
+    """Through POST /v1/completions. Raises ConfigError where the server doesn't answer so."""
 
     def ask(prompt: str) -> Answer:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
-        request = urllib.request.Request(
-            f"{base_url.rstrip('/')}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        answer = _http_json(f"{base_url.rstrip('/')}/v1/completions", body)
         try:
-            with opener.open(request, timeout=HTTP_TIMEOUT_SECONDS) as response:
-                return Answer(json.load(response)["choices"][0]["text"])
-        except urllib.error.HTTPError as error:
-            reason = f"status {error.code}, {error.read().decode(errors='replace'):.200}"
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{base_url} doesn't answer a completion request: {reason}")
+            text = answer["choices"][0]["text"]
+        except (LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ConfigError(f"{base_url} answered a completion request without a text")
+        return Answer(text)
 
     with ThreadPoolExecutor(HTTP_REQUESTS_AT_A_TIME) as threads:
         return list(tqdm(threads.map(ask, prompts), total=len(prompts), desc="HTTP requests"))

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.results_file import write_results
+from bench.results_file import why_not_writable, write_results
 from bench.tiny_model import doors
 from bench.tiny_model.dataset import render_prompt
 from bench.tiny_model.doors import Answer
 from bench.tiny_model.example import Example
 from bench.tiny_model.tasks import SKILLS, check, held_out_set
 from qwen35_jax import load_checkpoint
-from qwen35_jax.errors import USER_ERRORS, CheckpointError
+from qwen35_jax.errors import USER_ERRORS, CheckpointError, ConfigError
 from qwen35_jax.llm import LLM
 from qwen35_jax.model.transformer import parameter_count
 
@@ -29,6 +29,7 @@ Answers = Mapping[int, Answer]
 
 # Over the longest right answer.
 MAX_TOKENS = 256
+FEWEST_TO_JUDGE = 30
 MAX_NUM_SEQS = 128
 
 
@@ -145,6 +146,9 @@ def _positive(text: str) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    problem = arguments.out and why_not_writable(arguments.out)
+    if problem:
+        raise ConfigError(f"--out {problem}")
     per_skill = arguments.examples_per_skill
     forward_per_skill = min(arguments.forward_per_skill, per_skill)
     examples = held_out_set(per_skill, arguments.seed)
@@ -153,6 +157,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         places["forward"] = first_places(len(examples), per_skill, forward_per_skill)
     with LLM(arguments.model, max_num_seqs=MAX_NUM_SEQS) as llm:
         print(llm.loaded.description, flush=True)
+        if arguments.base_url is not None:
+            doors.check_server(arguments.base_url, llm.loaded.model_name)
         answered: dict[str, Answers] = {}
         for door in arguments.doors:
             asked = [examples[place] for place in places[door]]
@@ -171,18 +177,24 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             f"{drafts.asked}, {drafts.accuracy:.1%}"
         )
     broken = broken_promises(rows)
-    print("\n".join(broken) or "Every promise is kept.")
+    kept = "Every promise is kept."
+    if per_skill < FEWEST_TO_JUDGE:
+        kept += f" So few questions say little: ask {FEWEST_TO_JUDGE} or more of each skill."
+    print("\n".join(broken) or kept)
     if arguments.out:
         command = (
             f"python -m bench.tiny_model.evaluate --doors {','.join(arguments.doors)} "
             f"--examples-per-skill {per_skill} --forward-per-skill {forward_per_skill} "
             f"--seed {arguments.seed}"
+            + (f" --base-url {arguments.base_url}" if arguments.base_url else "")
+            + (" --model DIR" if arguments.model else "")
         )
         flags = {
             "doors": list(arguments.doors),
             "examples_per_skill": per_skill,
             "forward_per_skill": forward_per_skill,
             "seed": arguments.seed,
+            "base_url": arguments.base_url,
             "max_tokens": MAX_TOKENS,
             "max_num_seqs": MAX_NUM_SEQS,
         }

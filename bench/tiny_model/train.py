@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bench.results_file import write_results
+from bench.results_file import why_not_writable, write_results
 from bench.tiny_model.dataset import (
     ROW_LENGTHS,
     Batch,
@@ -209,6 +209,10 @@ def train(
         mean = jax.tree.map(lambda *values: float(np.mean(values)), *jax.device_get(reports))
         now = time.perf_counter()
         row = {"step": number, **mean, "tokens_per_s": tokens / (now - last)}
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(
+                f"the loss is {row['loss']} at step {number}: lower --learning-rate"
+            )
         curve.append(row)
         print(json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
         reports, tokens, last = [], 0, now
@@ -244,23 +248,29 @@ def main(argv: list[str] | None = None) -> int:
     config = model_config(Tokenizer.from_directory(arguments.out))
     params = init_params(config, arguments.seed)
     print(f"{parameter_count(params):,} parameters on {jax.devices()[0].device_kind}", flush=True)
-    params, curve = train(
-        params,
-        batches(conversations, tokens_per_batch=arguments.tokens_per_batch, seed=arguments.seed),
-        steps=arguments.steps,
-        peak_learning_rate=arguments.learning_rate,
-        deadline=deadline,
-        tokens_per_batch=arguments.tokens_per_batch,
-    )
+    data = batches(conversations, tokens_per_batch=arguments.tokens_per_batch, seed=arguments.seed)
+    try:
+        params, curve = train(
+            params,
+            data,
+            steps=arguments.steps,
+            peak_learning_rate=arguments.learning_rate,
+            deadline=deadline,
+            tokens_per_batch=arguments.tokens_per_batch,
+        )
+    except FloatingPointError as error:
+        print(f"bench.tiny_model.train: error: {error}", file=sys.stderr)
+        return 1
     save_checkpoint(in_model_dtype(params), arguments.out)
     if arguments.json:
-        flags = ("examples", "steps", "tokens_per_batch", "learning_rate", "seed")
+        flags = ("examples", "steps", "minutes", "tokens_per_batch", "learning_rate", "seed")
         write_results(
             arguments.json,
             name="tiny_model_training",
             command="python -m bench.tiny_model.train --out DIR",
             model={"parameters": parameter_count(params), "hidden_size": config.hidden_size},
-            flags={flag: getattr(arguments, flag) for flag in flags},
+            flags={flag: getattr(arguments, flag) for flag in flags}
+            | {"minutes": arguments.minutes if math.isfinite(arguments.minutes) else None},
             rows=curve,
             commit=arguments.commit,
         )
@@ -318,6 +328,7 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         ("examples", 1),
         ("steps", 1),
         ("tokens_per_batch", ROW_LENGTHS[-1]),
+        ("seed", 0),
     ):
         if getattr(arguments, name) < least:
             flag = name.replace("_", "-")
@@ -325,6 +336,9 @@ def _problem(arguments: argparse.Namespace) -> str | None:
     for name in ("minutes", "learning_rate"):
         if not getattr(arguments, name) > 0:
             return f"--{name.replace('_', '-')} must be over 0, not {getattr(arguments, name)}"
+    problem = arguments.json and why_not_writable(arguments.json)
+    if problem:
+        return f"--json {problem}"
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         if any(arguments.out.iterdir()):

@@ -113,6 +113,13 @@ class StaticBatchEngine:
                     self._end_early(row, "error", f"the device failed: {_first_line(error)}")
             outputs, self._ended = outputs + self._ended, []
             self._batch = None
+        except BaseException:
+            # Ctrl-C in the middle: the device's state is given away or half way, the step is lost.
+            for row in rows:
+                if not row.finished:
+                    self._end_early(row, "error", "a step was interrupted")
+            self._batch = None
+            raise
         self._drop_finished_batch()
         return outputs
 

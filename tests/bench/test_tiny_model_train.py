@@ -70,6 +70,20 @@ def test_the_loss_falls_for_the_model_and_for_its_drafts(trained):
     assert all(row["tokens_per_s"] > 0 for row in curve)
 
 
+def test_a_loss_that_is_no_number_ends_training(monkeypatch):
+    monkeypatch.setattr(dataset, "ROW_LENGTHS", (LENGTH,))
+    params = jax.tree.map(lambda leaf: leaf * jnp.nan, init_params(CONFIG, seed=0))
+    with pytest.raises(FloatingPointError, match="at step 1: lower --learning-rate"):
+        train(
+            params,
+            itertools.repeat(repeated_batch()),
+            steps=1,
+            peak_learning_rate=1e-3,
+            deadline=math.inf,
+            tokens_per_batch=4 * LENGTH,
+        )
+
+
 def test_every_parameter_is_trained_and_kept_in_float32(trained):
     params, _ = trained
     before = dict(named_parameters(init_params(CONFIG, seed=0)))
@@ -134,6 +148,8 @@ def test_a_deadline_ends_training_with_the_rate_at_its_end(monkeypatch, capsys):
         (["--minutes", "-1"], "--minutes"),
         (["--tokens-per-batch", "383"], "--tokens-per-batch"),
         (["--learning-rate", "nan"], "--learning-rate"),
+        (["--seed", "-1"], "--seed"),
+        (["--json", "/dev/null/curve.json"], "--json"),
     ],
 )
 def test_a_wrong_flag_is_refused_before_any_work(tmp_path, capsys, flags: list[str], named: str):
