@@ -8,6 +8,8 @@ more; what that step samples for it is dropped.
 import random
 from dataclasses import dataclass, field
 
+import jax
+
 from qwen35_jax.engine.plan import Sequence
 from qwen35_jax.engine.request import Request, TokenLogprobs, TokenOutput
 from qwen35_jax.engine.runner import Collected, Dispatched, PromptLogprobs, Runner, SampledToken
@@ -82,6 +84,18 @@ class ContinuousBatchingEngine:
         return bool(self._live or self._ended)
 
     def step(self) -> list[TokenOutput]:
+        try:
+            self._step()
+        except jax.errors.JaxRuntimeError as error:
+            self._start_over(f"the device failed: {str(error).splitlines()[0]:.200}")
+        except BaseException:
+            # Ctrl-C, or a bug: the caches may be given away or half written.
+            self._start_over("a step was interrupted")
+            raise
+        outputs, self._ended = self._ended, []
+        return outputs
+
+    def _step(self) -> None:
         plan = self.scheduler.plan()
         before, self._running = self._running, None
         if plan is not None:
@@ -93,8 +107,14 @@ class ContinuousBatchingEngine:
             self._take(self.runner.collect(before))
         elif plan is None and self._live:
             raise RuntimeError("requests wait and no step can run: the scheduler is stuck")
-        outputs, self._ended = self._ended, []
-        return outputs
+
+    def _start_over(self, reason: str) -> None:
+        """End every request as "error" and go on with empty caches."""
+        for live in list(self._live.values()):
+            request_id = live.sequence.request_id
+            self._end(live.sequence, TokenOutput(request_id, finish_reason="error", error=reason))
+        self._running = None
+        self.runner.reset()
 
     def close(self) -> None:
         """End what is left as "abort" and give the caches back."""

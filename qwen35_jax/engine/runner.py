@@ -219,11 +219,19 @@ class Runner:
             found.append(PromptLogprobs(sequence, start + 1, entries))
         return found
 
+    def reset(self) -> None:
+        """Empty caches, whatever became of the old ones."""
+        self._delete_state()
+        self._state = init_engine_state(self._config, self._sizes)
+
     def close(self) -> None:
         """Give the device memory back; the parameters are the caller's."""
+        self._delete_state()
+        self._programs, self._admissions, self._jitted, self._leaves = {}, {}, {}, []
+
+    def _delete_state(self) -> None:
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._programs, self._admissions, self._jitted, self._leaves = {}, {}, {}, []
 
     def _size_of(self, plan: StepPlan) -> tuple[int, int]:
         if not plan.pieces:

@@ -2,7 +2,10 @@
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from qwen35_jax.engine.runner import Runner
 from qwen35_jax.engine.scheduler import Scheduler
 from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.model import delta_rule
+from qwen35_jax.model.paged import CachePools, StateSlots
 from qwen35_jax.paged_step import Sizes
 from qwen35_jax.sampling_params import SamplingParams
 from tests.support.engines import two_layer_params
@@ -181,3 +185,81 @@ def test_requests_that_can_never_run_are_refused_by_name(engine):
             engine.submit(Request("x", (1,) * 200, params))
         assert caught.value.param == param
     assert not engine.has_work()
+
+
+def test_a_device_failure_ends_what_runs_and_the_engine_goes_on(engine, monkeypatch):
+    request = random_request("d", 1)
+    alone = ids_of(run(engine, [request], arrivals=None)["d"])
+    engine.submit(request)
+    engine.submit(random_request("e", 2))
+    engine.step()
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "dispatch", fail)
+        ended = engine.step()
+    assert {output.request_id for output in ended} == {"d", "e"}
+    for output in ended:
+        assert output.error == "the device failed: RESOURCE_EXHAUSTED: out of memory"
+    engine.scheduler.check_invariants()
+    assert not engine.has_work()
+    assert ids_of(run(engine, [request], arrivals=None)["d"]) == alone
+
+
+@pytest.mark.parametrize("place", ["dispatch", "collect"])
+def test_an_interrupt_ends_what_runs_and_is_raised(engine, monkeypatch, place: str):
+    request = random_request("i", 1)
+    alone = ids_of(run(engine, [request], arrivals=None)["i"])
+    engine.submit(request)
+    engine.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    (output,) = engine.step()
+    assert (output.request_id, output.error) == ("i", "a step was interrupted")
+    assert ids_of(run(engine, [request], arrivals=None)["i"]) == alone
+
+
+def test_rows_that_are_not_finite_end_alone(engine):
+    requests = [random_request(f"n{number}", number) for number in range(4)]
+    alone = {
+        one.request_id: ids_of(run(engine, [one], arrivals=None)[one.request_id])
+        for one in requests
+    }
+    for one in requests:
+        engine.submit(one)
+    outputs: dict[str, list[TokenOutput]] = defaultdict(list)
+    for output in engine.step():
+        outputs[output.request_id].append(output)
+    poisoned = requests[1].request_id
+    poison(engine, engine._live[poisoned].sequence.slot)
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for name, ids in alone.items():
+        if name == poisoned:
+            assert outputs[name][-1].error == "the model's logits are not finite numbers"
+        else:
+            assert ids_of(outputs[name]) == ids
+    # Its slot and pages serve the next one as if nothing had been.
+    again = run(engine, requests, arrivals=None)
+    assert {name: ids_of(found) for name, found in again.items()} == alone
+
+
+def poison(engine: ContinuousBatchingEngine, slot: int) -> None:
+    """Write NaN into one sequence's recurrent state, as a broken kernel would."""
+    state = engine.runner._state
+    layers = tuple(
+        replace(layer, recurrent=layer.recurrent.at[slot].set(jnp.nan))
+        if isinstance(layer, StateSlots)
+        else layer
+        for layer in state.pools.layers
+    )
+    engine.runner._state = replace(state, pools=CachePools(layers))
