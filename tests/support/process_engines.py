@@ -1,0 +1,98 @@
+"""Factories for engine processes: fake engines whose prompts say what goes wrong. No jax here."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from qwen35_jax.config import EngineConfig
+from qwen35_jax.engine.fake import FakeEngine
+from qwen35_jax.engine.request import Request, TokenOutput
+from qwen35_jax.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger("qwen35_jax.fake")
+
+VOCABULARY_SIZE = 320
+MAX_MODEL_LEN = 5000
+
+# The first id of a prompt that makes the next step do so. Ids of the fake are below.
+RAISE = 1001
+EXIT = 1002
+HANG = 1003
+FORGET = 1004
+LOG = 1005
+# Not a step but the submit itself.
+BREAK_SUBMIT = 1006
+EXIT_CODE = 7
+
+
+@dataclass(frozen=True)
+class Loaded:
+    engine: FakeEngine
+    max_model_len: int = MAX_MODEL_LEN
+    model_name: str = "fake"
+    description: str = "fake engine, no model"
+
+
+class TroubledEngine(FakeEngine):
+    """Does what the first id of a prompt says; each step takes a millisecond."""
+
+    def __init__(self, *, max_num_seqs: int):
+        super().__init__(
+            vocabulary_size=VOCABULARY_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_num_seqs,
+            seconds_per_step=0.001,
+        )
+        self._trouble: dict[int, str] = {}
+
+    def submit(self, request: Request) -> None:
+        if request.prompt_token_ids[:1] == (BREAK_SUBMIT,):
+            raise KeyError("a bug in submit")
+        super().submit(request)
+        self._trouble[request.prompt_token_ids[0]] = request.request_id
+
+    def step(self) -> list[TokenOutput]:
+        trouble, self._trouble = self._trouble, {}
+        if RAISE in trouble:
+            raise RuntimeError("out of memory\nand pages of detail")
+        if EXIT in trouble:
+            os._exit(EXIT_CODE)
+        if HANG in trouble:
+            time.sleep(3600)
+        if FORGET in trouble:
+            self.abort(trouble[FORGET])
+            super().step()
+        if LOG in trouble:
+            logger.warning("a step says so; jax is %s", "here" if "jax" in sys.modules else "not")
+        return super().step()
+
+
+def load(config: EngineConfig) -> Loaded:
+    logger.info("loading %s", config.model)
+    return Loaded(TroubledEngine(max_num_seqs=config.max_num_seqs))
+
+
+def load_for_ever(config: EngineConfig) -> Loaded:
+    logger.info("loading for ever in %d", os.getpid())
+    time.sleep(3600)
+    raise AssertionError
+
+
+def refuse_config(config: EngineConfig) -> Loaded:
+    raise ConfigError(f"max_model_len {config.max_model_len} is too much; ask for less")
+
+
+def refuse_checkpoint(config: EngineConfig) -> Loaded:
+    raise CheckpointError("model.safetensors is truncated; fetch it again")
+
+
+def break_down(config: EngineConfig) -> Loaded:
+    raise ZeroDivisionError("a bug in loading")
+
+
+def die(config: EngineConfig) -> Loaded:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError
