@@ -215,7 +215,8 @@ class EngineConfig:
     load_format: "auto" reads the weights; "dummy" makes random ones on the device.
     dtype: "auto" takes the checkpoint's. max_model_len: longest prompt plus output, in tokens;
     None takes the checkpoint's. max_num_seqs: sequences in one batch at most.
-    max_num_batched_tokens: tokens of one step, decoded and of prompts together.
+    max_num_batched_tokens: tokens of one step, decoded and of prompts together; None takes what
+    suits the device.
     gpu_memory_utilization: the share of the device's memory for weights, caches and workspace.
     kv_cache_tokens: room in the KV cache; None takes what that share leaves.
     block_size: tokens of one page of it.
@@ -230,7 +231,7 @@ class EngineConfig:
     numerics: Numerics = "checkpoint"
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_tokens: int | None = None
     block_size: int = 64
@@ -242,16 +243,17 @@ class EngineConfig:
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("dtype", self.dtype, ("auto", *get_args(Dtype)))
         check_choice("numerics", self.numerics, get_args(Numerics))
-        for name in ("max_model_len", "kv_cache_tokens"):
+        for name in ("max_model_len", "kv_cache_tokens", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None:
                 positive_integer(name, value)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "block_size"):
             positive_integer(name, getattr(self, name))
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2: a token of prompt, one of answer")
-        if self.max_num_batched_tokens <= self.max_num_seqs:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget <= self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be over max_num_seqs "
+                f"max_num_batched_tokens ({budget}) must be over max_num_seqs "
                 f"({self.max_num_seqs}): a step decodes a token of every sequence and needs room "
                 f"for a prompt; raise the one to {self.max_num_seqs + 1} or more, or lower the "
                 "other"

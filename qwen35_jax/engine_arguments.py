@@ -56,9 +56,8 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="TOKENS",
-        default=EngineConfig.max_num_batched_tokens,
-        help="tokens of one step: one of each running request, the rest of prompts "
-        "(default: %(default)s)",
+        help="tokens of one step: one of each running request, the rest of prompts (default: 2048 "
+        "on a GPU, 512 on a CPU)",
     )
     parser.add_argument(
         "--gpu-memory-utilization",

@@ -7,15 +7,11 @@
 `chat` takes conversations. One engine serves all calls; a prompt that can't run fails alone.
 """
 
+import asyncio
 import os
-import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
-
-from tqdm import tqdm
 
 from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.config import EngineConfig
@@ -26,12 +22,15 @@ from qwen35_jax.conversations import (
     render_conversations,
     template_from_text,
 )
-from qwen35_jax.engine.request import Engine, Request, TokenLogprobs, TokenOutput
+from qwen35_jax.engine.request import Request, TokenOutput
+from qwen35_jax.engine.shared import SharedEngine
+from qwen35_jax.engine.stats import EngineStats
 from qwen35_jax.engine.text_stream import TextDelta, TextStream
 from qwen35_jax.errors import ConfigError, InvalidRequestError, TokenizerError
+from qwen35_jax.generation_batch import GenerationBatch
 from qwen35_jax.loading import LoadedEngine, load_engine
 from qwen35_jax.model.transformer import Qwen35
-from qwen35_jax.outputs import CompletionOutput, RequestOutput
+from qwen35_jax.outputs import RequestOutput
 from qwen35_jax.prompts import Prompt, as_prompts, one_a_prompt, prompt_ids
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.tokenizer import Tokenizer
@@ -67,10 +66,7 @@ class LLM:
         self._loaded: LoadedEngine | None = load_engine(config)
         self._template: ChatTemplate | None = None
         self._request_numbers = count()
-        # Held while the engine is touched; a thread may generate between its own stream's deltas.
-        self._lock = threading.RLock()
-        # Outputs of open streams that they have not taken yet.
-        self._streams: dict[str, deque[TokenOutput]] = {}
+        self._shared = SharedEngine(self._loaded.engine)
 
     def __enter__(self) -> "LLM":
         return self
@@ -122,13 +118,16 @@ class LLM:
         """Complete each prompt (text, or token ids); results are in the prompts' order.
 
         sampling_params: one for all, or one a prompt. A prompt that can't run gives a
-        RequestOutput with `error` set; the others are not affected. Threads take turns.
+        RequestOutput with `error` set; the others are not affected. Threads share batches.
         """
         prompts = as_prompts(prompts)
         params = one_a_prompt(sampling_params, len(prompts))
-        # The engine is one thread's at a time.
-        with self._lock:
-            return self._generate(self.loaded.engine, prompts, params, use_tqdm)
+        batch = GenerationBatch(self.tokenizer)
+        with self._shared.inbox() as inbox:
+            for prompt, one in zip(prompts, params, strict=True):
+                batch.submit(inbox, self._next_request_id(), prompt, one)
+            batch.run(inbox, use_tqdm)
+        return batch.outputs()
 
     def chat(
         self,
@@ -190,33 +189,6 @@ class LLM:
             for place, prompt in enumerate(prompts)
         ]
 
-    def _generate(
-        self,
-        engine: Engine,
-        prompts: list[Any],
-        params: list[SamplingParams],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        results: dict[str, _Result] = {}
-        ordered: list[_Result] = []
-        try:
-            for prompt, one in zip(prompts, params, strict=True):
-                request_id = self._next_request_id()
-                result = _Result(request_id, prompt, one, self.tokenizer)
-                ordered.append(result)
-                try:
-                    result.token_ids = prompt_ids(prompt, self.tokenizer)
-                    results[request_id] = result
-                    engine.submit(Request(request_id, tuple(result.token_ids), one))
-                except InvalidRequestError as error:
-                    results.pop(request_id, None)
-                    result.error = str(error)
-            self._run(engine, results, use_tqdm)
-        finally:
-            for request_id in results:
-                engine.abort(request_id)
-        return [result.output() for result in ordered]
-
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
@@ -228,98 +200,59 @@ class LLM:
         Raises InvalidRequestError for a prompt that can't run, GenerationError (from the iterator)
         when the engine fails.
         """
-        (params,) = one_a_prompt(sampling_params, 1)
-        ids = tuple(prompt_ids(prompt, self.tokenizer))
-        request = Request(self._next_request_id(), ids, params)
-        deltas = self._deltas(self.loaded.engine, request, TextStream(self.tokenizer, params))
+        deltas = self._deltas(*self._to_stream(prompt, sampling_params))
         # A generator that was never started would not run its `finally` when it is closed.
         next(deltas)
         return deltas
 
-    def _deltas(self, engine: Engine, request: Request, text: TextStream) -> Iterator[TextDelta]:
+    def _deltas(self, request: Request, text: TextStream) -> Iterator[TextDelta]:
         """Submit, then give an empty delta; after it those of the text."""
-        with self._lock:
-            engine.submit(request)
-            outputs = self._streams[request.request_id] = deque()
-        try:
+        with self._shared.inbox() as inbox:
+            inbox.submit(request)
             yield TextDelta()
             while not text.finished:
-                with self._lock:
-                    while not outputs and engine.has_work():
-                        self._step(engine)
-                if not outputs:
-                    raise GenerationError("the engine lost this request: a step was interrupted")
-                output = outputs.popleft()
-                if output.finish_reason == "error":
-                    raise GenerationError(output.error)
-                yield text.push(output)
-        finally:
-            with self._lock:
-                del self._streams[request.request_id]
-                engine.abort(request.request_id)
+                yield from _deltas_of(inbox.receive(), text)
+
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[TextDelta]:
+        """As stream, for asyncio: `async for delta in llm.astream(prompt)`.
+
+        The streams of all tasks run in the same batches. A task that is cancelled, or leaves the
+        loop and closes the iterator, ends its request.
+        """
+        request, text = self._to_stream(prompt, sampling_params)
+        with self._shared.inbox() as inbox:
+            # The engine may be in the middle of a step.
+            await asyncio.to_thread(inbox.submit, request)
+            while not text.finished:
+                for delta in _deltas_of(await inbox.receive_async(), text):
+                    yield delta
+
+    def _to_stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None
+    ) -> tuple[Request, TextStream]:
+        (params,) = one_a_prompt(sampling_params, 1)
+        for name, alone in (("n", 1), ("prompt_logprobs", None)):
+            if getattr(params, name) != alone:
+                raise InvalidRequestError(f"a stream takes no {name}; generate() does", param=name)
+        ids = tuple(prompt_ids(prompt, self.tokenizer))
+        request = Request(self._next_request_id(), ids, params)
+        return request, TextStream(self.tokenizer, params)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done so far and has to do."""
+        _ = self.loaded
+        return self._shared.stats()
 
     def _next_request_id(self) -> str:
         return f"request-{next(self._request_numbers)}"
 
-    def _step(self, engine: Engine) -> list[TokenOutput]:
-        """Step the engine. Open streams get their outputs, the caller the others."""
-        others: list[TokenOutput] = []
-        for output in engine.step():
-            self._streams.get(output.request_id, others).append(output)
-        return others
 
-    def _run(self, engine: Engine, running: dict[str, "_Result"], use_tqdm: bool) -> None:
-        """Step the engine until every request has ended."""
-        ended = 0
-        with tqdm(total=len(running), desc="Generating", disable=not use_tqdm) as bar:
-            while ended < len(running) and engine.has_work():
-                for output in self._step(engine):
-                    result = running.get(output.request_id)
-                    if result is None or result.finished:
-                        continue
-                    delta = result.text.push(output)
-                    result.logprobs.extend(delta.logprobs or ())
-                    result.error = output.error
-                    if delta.finish_reason is None:
-                        continue
-                    result.last = delta
-                    ended += 1
-                    bar.update()
-                    if output.finish_reason is None:  # a stop string, which only the text shows
-                        engine.abort(output.request_id)
-
-
-@dataclass
-class _Result:
-    """One prompt on its way to a RequestOutput."""
-
-    request_id: str
-    prompt: object
-    params: SamplingParams
-    tokenizer: Tokenizer
-
-    def __post_init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.text = TextStream(self.tokenizer, self.params)
-        self.logprobs: list[TokenLogprobs] = []
-        self.last: TextDelta | None = None
-        self.error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.last is not None
-
-    def output(self) -> RequestOutput:
-        outputs = []
-        if self.last is not None and self.last.finish_reason is not None and self.error is None:
-            completion = CompletionOutput(
-                index=0,
-                text=self.text.text,
-                token_ids=list(self.text.token_ids),
-                finish_reason=self.last.finish_reason,
-                stop_reason=self.last.stop_reason,
-                logprobs=None if self.params.logprobs is None else self.logprobs,
-            )
-            outputs.append(completion)
-        prompt = self.prompt if isinstance(self.prompt, str) else None
-        return RequestOutput(self.request_id, prompt, self.token_ids, outputs, self.error)
+def _deltas_of(outputs: list[TokenOutput], text: TextStream) -> Iterator[TextDelta]:
+    if not outputs:
+        raise GenerationError("the engine lost this request")
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise GenerationError(output.error)
+        yield text.push(output)

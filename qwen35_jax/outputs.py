@@ -26,10 +26,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt's result. `error` says why a request failed; outputs is empty then."""
+    """One prompt's result.
+
+    outputs: one a choice, SamplingParams.n of them; empty where the request failed.
+    error: why it failed. prompt_logprobs: one entry a prompt token, the first None, when they were
+    asked for.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -35,7 +35,8 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
     seed: the same seed draws the same random numbers whatever else runs beside it; None draws one.
-        (In bfloat16 the logits themselves can still differ by a rounding between batch shapes.)
+        Choice i of n draws with seed + i. (In bfloat16 the logits themselves can still differ by
+        a rounding between batch shapes.)
     presence_penalty: subtracted from the logit of each token generated so far; in [-2, 2].
     frequency_penalty: the same, times how often it was generated; in [-2, 2].
     repetition_penalty: divides the positive logits of tokens in the prompt or generated so far and
@@ -125,6 +126,21 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
+
+    def of_choice(self, index: int) -> "SamplingParams":
+        """What the choice `index` of n runs with: n of 1, and a seed of its own.
+
+        prompt_logprobs are the first choice's: they are the same for all.
+        """
+        if self.n == 1:
+            return self
+        seed = self.seed
+        if seed is not None:
+            # Into 64 bits with a sign, which is what a seed may be.
+            seed = (seed + index + 2**63) % 2**64 - 2**63
+        return replace(
+            self, n=1, seed=seed, prompt_logprobs=self.prompt_logprobs if index == 0 else None
+        )
 
     @property
     def greedy(self) -> bool:

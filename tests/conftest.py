@@ -7,6 +7,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import socket
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,18 @@ from hypothesis import settings
 # A failure on one machine is a failure on every other: no random seeds, no time limits.
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_compile_cache() -> Iterator[None]:
+    """Programs are compiled once a session, in child processes too, and never kept for the next:
+    stale ones would hide what compiling does now."""
+    with (
+        tempfile.TemporaryDirectory(prefix="qwen35-tests-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", directory)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,6 +32,10 @@ class Buckets:
     def max_rows(self) -> int:
         return self.rows[-1]
 
+    @property
+    def max_chunks(self) -> int:
+        return self.chunks[-1]
+
     def rows_for(self, count: int) -> int:
         """The smallest size that holds `count` rows."""
         return _smallest(self.rows, count)

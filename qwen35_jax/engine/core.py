@@ -6,14 +6,19 @@ more; what that step samples for it is dropped.
 """
 
 import random
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import jax
 
+from qwen35_jax.compile_cache import CompileCounter
 from qwen35_jax.engine.plan import Sequence
 from qwen35_jax.engine.request import Request, TokenLogprobs, TokenOutput
 from qwen35_jax.engine.runner import Collected, Dispatched, PromptLogprobs, Runner, SampledToken
 from qwen35_jax.engine.scheduler import Scheduler
+from qwen35_jax.engine.stats import EngineStats, HostSeconds, Stopwatch
 from qwen35_jax.engine.stopping import check_prompt, ending_of
 from qwen35_jax.errors import InvalidRequestError
 
@@ -32,7 +37,8 @@ class ContinuousBatchingEngine:
     """Many requests at once. One thread drives it.
 
     vocabulary_size: ids at and above it are refused. stop_token_ids: the checkpoint's own ends.
-    seed: where the seeds of requests that bring none come from.
+    seed: where the seeds of requests that bring none come from. compile_counter: marked ready; the
+    engine closes it.
     """
 
     runner: Runner
@@ -41,12 +47,17 @@ class ContinuousBatchingEngine:
     max_model_len: int
     stop_token_ids: frozenset[int]
     seed: int = 0
+    compile_counter: CompileCounter | None = None
     _live: dict[str, _Live] = field(default_factory=dict)
     _running: Dispatched | None = None
     _ended: list[TokenOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
+        self._watch = Stopwatch(perf_counter())
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._non_finite = self._device_failures = 0
+        self._finished: Counter[str] = Counter()
 
     def submit(self, request: Request) -> None:
         check_prompt(request.prompt_token_ids, self.vocabulary_size, self.max_model_len)
@@ -84,9 +95,12 @@ class ContinuousBatchingEngine:
         return bool(self._live or self._ended)
 
     def step(self) -> list[TokenOutput]:
+        counter = self.compile_counter
         try:
-            self._step()
+            with nullcontext() if counter is None else counter.watch():
+                self._step()
         except jax.errors.JaxRuntimeError as error:
+            self._device_failures += 1
             self._start_over(f"the device failed: {str(error).splitlines()[0]:.200}")
         except BaseException:
             # Ctrl-C, or a bug: the caches may be given away or half written.
@@ -96,17 +110,45 @@ class ContinuousBatchingEngine:
         return outputs
 
     def _step(self) -> None:
+        watch = self._watch
+        watch.start(perf_counter())
         plan = self.scheduler.plan()
+        watch.mark("schedule", perf_counter())
         before, self._running = self._running, None
         if plan is not None:
-            for piece in plan.pieces:
-                if piece.start == 0:
-                    self.runner.admit(piece.sequence)
-            self._running = self.runner.dispatch(plan)
+            self._steps += 1
+            self._prompt_tokens += sum(piece.count for piece in plan.pieces)
+            batch = self.runner.build(plan)
+            watch.mark("build", perf_counter())
+            self._running = self.runner.dispatch(batch)
+            watch.mark("dispatch", perf_counter())
         if before is not None:
-            self._take(self.runner.collect(before))
+            collected = self.runner.collect(before)
+            watch.mark("collect", perf_counter())
+            self._take(collected)
+            watch.mark("finish", perf_counter())
         elif plan is None and self._live:
             raise RuntimeError("requests wait and no step can run: the scheduler is stuck")
+
+    def stats(self) -> EngineStats:
+        scheduler, counter = self.scheduler, self.compile_counter
+        page_size = scheduler.page_size
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            max_num_seqs=scheduler.max_num_seqs,
+            kv_tokens=scheduler.num_pages * page_size,
+            kv_tokens_used=(scheduler.num_pages - scheduler.num_free_pages) * page_size,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=scheduler.num_preemptions,
+            non_finite=self._non_finite,
+            device_failures=self._device_failures,
+            compiles_after_ready=0 if counter is None else len(counter.late_programs),
+            finished=dict(self._finished),
+            host_seconds=HostSeconds(**self._watch.seconds),
+        )
 
     def _start_over(self, reason: str) -> None:
         """End every request as "error" and go on with empty caches."""
@@ -122,6 +164,8 @@ class ContinuousBatchingEngine:
             self.abort(request_id)
         self._running = None
         self.runner.close()
+        if self.compile_counter is not None:
+            self.compile_counter.close()
 
     def _take(self, collected: Collected) -> None:
         for prompt in collected.prompts:
@@ -141,6 +185,7 @@ class ContinuousBatchingEngine:
         sequence = live.sequence
         request_id = sequence.request.request_id
         if token.token_id is None:
+            self._non_finite += 1
             self._end(
                 sequence,
                 TokenOutput(
@@ -150,6 +195,7 @@ class ContinuousBatchingEngine:
                 ),
             )
             return
+        self._generation_tokens += 1
         self.scheduler.results_in(sequence, token.token_id)
         finish, stop_reason = ending_of(sequence, token.token_id)
         output = TokenOutput(
@@ -175,6 +221,8 @@ class ContinuousBatchingEngine:
         return (None, *(live.prompt_logprobs[position] for position in range(1, length)))
 
     def _end(self, sequence: Sequence, output: TokenOutput) -> None:
+        assert output.finish_reason is not None
+        self._finished[output.finish_reason] += 1
         self.scheduler.finish(sequence)
         del self._live[sequence.request.request_id]
         self._ended.append(output)

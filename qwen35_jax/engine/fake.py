@@ -7,11 +7,12 @@ answer whatever else runs beside it. It imports no jax.
 import struct
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from qwen35_jax.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from qwen35_jax.engine.stats import EngineStats
 from qwen35_jax.errors import InvalidRequestError
 
 
@@ -61,6 +62,8 @@ class FakeEngine:
         self._running: dict[str, _Row] = {}
         self._aborted: list[str] = []
         self._closed = False
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._finished: Counter[str] = Counter()
 
     @property
     def running_count(self) -> int:
@@ -100,19 +103,43 @@ class FakeEngine:
 
     def step(self) -> list[TokenOutput]:
         """One token for every running request, after letting waiting ones in."""
+        self._steps += 1
         outputs = [TokenOutput(request_id, finish_reason="abort") for request_id in self._aborted]
+        self._finished["abort"] += len(self._aborted)
         self._aborted.clear()
         while self._waiting and len(self._running) < self._max_num_seqs:
             row = self._waiting.popleft()
             self._running[row.request.request_id] = row
+            self._prompt_tokens += len(row.request.prompt_token_ids)
         if self._running and self._seconds_per_step:
             time.sleep(self._seconds_per_step)
         for request_id, row in tuple(self._running.items()):
             output = self._advance(row)
+            self._generation_tokens += 1
             if output.finish_reason is not None:
+                self._finished[output.finish_reason] += 1
                 del self._running[request_id]
             outputs.append(output)
         return outputs
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            max_num_seqs=self._max_num_seqs,
+            kv_tokens=self._max_num_seqs * self._max_model_len,
+            kv_tokens_used=sum(
+                len(row.request.prompt_token_ids) + row.generated for row in self._running.values()
+            ),
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=0,
+            non_finite=0,
+            device_failures=0,
+            compiles_after_ready=0,
+            finished=dict(self._finished),
+        )
 
     def close(self) -> None:
         self._waiting.clear()

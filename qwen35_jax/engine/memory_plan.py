@@ -16,7 +16,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model.delta_rule import CHUNK
 from qwen35_jax.model.paged import TOKENS_AT_ONCE
-from qwen35_jax.paged_step import Sizes, init_engine_state
+from qwen35_jax.step import Sizes, init_engine_state
 
 # Where fewer sequences fit than are asked for, each is counted with KV for so many tokens: a slot
 # whose sequence finds no pages only waits.

@@ -7,6 +7,7 @@ one carries a finish_reason. Text, stop strings and formats are the door's side 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from qwen35_jax.engine.stats import EngineStats
 from qwen35_jax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -72,6 +73,10 @@ class Engine(Protocol):
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns the outputs of every request that it moved."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counts of requests, tokens and steps."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Owns the device arrays and the compiled programs: a StepPlan in, sampled tokens out.
 
-`dispatch` only queues work on the device; `collect` is the one place that waits for it.
+`build` is the host's alone, `dispatch` only queues work on the device, and `collect` is the one
+place that waits for it.
 """
 
 import logging
@@ -19,7 +20,8 @@ from qwen35_jax.engine.buckets import Buckets
 from qwen35_jax.engine.plan import CHUNK, Sequence, StepPlan
 from qwen35_jax.engine.request import TokenLogprobs
 from qwen35_jax.model.transformer import Qwen35
-from qwen35_jax.paged_step import (
+from qwen35_jax.sampling_arrays import options_of
+from qwen35_jax.step import (
     FIRST,
     LAST,
     SAMPLES,
@@ -32,7 +34,6 @@ from qwen35_jax.paged_step import (
     packed_views,
     step_program,
 )
-from qwen35_jax.sampling_arrays import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +60,24 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """A step on its way."""
+class Batch:
+    """A plan in the shape that its program takes."""
 
-    plan: StepPlan
+    size: tuple[int, int]
+    packed: np.ndarray
+    # Sequences that begin.
+    admitted: list[Sequence]
     # (sequence, place in the results) of all that sample, in the plan's order.
     sampling: list[tuple[Sequence, int]]
     # (sequence, first position, tokens, first chunk) of pieces whose log-probabilities are wanted.
     prompts: list[tuple[Sequence, int, int, int]]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step on its way."""
+
+    batch: Batch
     results: StepResults
 
 
@@ -105,19 +116,19 @@ class Runner:
     ) -> None:
         """Compile every program, several at a time. compiler_options: XLA's."""
         leaves, state = (_shapes_of(tree) for tree in (self._leaves, self._state))
-        width = self._sizes.table_width
 
         def compile_step(key: tuple[int, int]) -> Any:
-            packed = jax.ShapeDtypeStruct(new_packed(*key, width).shape, jnp.int32)
+            packed = jax.ShapeDtypeStruct(new_packed(*key).shape, jnp.int32)
             return self._jitted[key].lower(leaves, state, packed).compile(compiler_options)
 
         def compile_admission(length: int) -> Any:
             scalar = jax.ShapeDtypeStruct((), jnp.int32)
             tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+            pages = jax.ShapeDtypeStruct((self._sizes.table_width,), jnp.int32)
             one = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.slots.options
             )
-            lowered = admit_program().lower(state, scalar, tokens, scalar, scalar, one)
+            lowered = admit_program().lower(state, scalar, tokens, pages, scalar, scalar, one)
             return lowered.compile(compiler_options)
 
         with (
@@ -136,41 +147,32 @@ class Runner:
             self._programs = {key: future.result() for key, future in steps.items()}
             self._admissions = {length: future.result() for length, future in admissions.items()}
 
-    def admit(self, sequence: Sequence) -> None:
-        """Give the sequence's slot its tokens and options, before its first piece of prompt."""
-        assert sequence.slot is not None, "not admitted by the scheduler"
-        tokens = sequence.known_token_ids
-        length = next(size for size in self._admission_lengths if size >= len(tokens))
-        padded = np.zeros(length, np.int32)
-        padded[: len(tokens)] = tokens
-        params = sequence.request.params
-        wanted = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self._state = self._admissions[length](
-            self._state,
-            np.int32(sequence.slot),
-            padded,
-            np.int32(sequence.prompt_length),
-            np.int32(wanted),
-            options_of(params, seed=sequence.seed, stop_ids=sequence.stop_ids),
-        )
+    def rehearse(self) -> None:
+        """Run every step program on padding, twice: the first run loads its kernels, the second
+        records its CUDA graph. compile() must have been called."""
+        for rows, chunks in [*self._programs] * 2:
+            packed = new_packed(rows, chunks)
+            self._state, results = self._programs[rows, chunks](self._leaves, self._state, packed)
+            jax.block_until_ready(results)
 
-    def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Queue a step. Sequences that begin must have been admitted."""
+    def build(self, plan: StepPlan) -> Batch:
+        """Lay a step's inputs out. Dispatch it before the scheduler plans another."""
         rows, chunks = self._size_of(plan)
-        packed = new_packed(rows, chunks, self._sizes.table_width)
-        row_fields, row_tables, chunk_fields, chunk_tables = packed_views(
-            packed, rows, chunks, self._sizes.table_width
-        )
+        packed = new_packed(rows, chunks)
+        row_fields, chunk_fields = packed_views(packed, rows, chunks)
+        page_size = self._sizes.page_size
         sampling: list[tuple[Sequence, int]] = []
-        prompts = []
+        prompts, admitted = [], []
         for row, decode in enumerate(plan.decodes):
             sequence = decode.sequence
-            row_fields[row] = sequence.slot, decode.position
-            row_tables[row, : len(sequence.pages)] = sequence.pages
+            page = sequence.pages[decode.position // page_size]
+            row_fields[row] = sequence.slot, decode.position, page
             sampling.append((sequence, row))
         chunk = 0
         for piece in plan.pieces:
             sequence = piece.sequence
+            if piece.start == 0:
+                admitted.append(sequence)
             if sequence.request.params.prompt_logprobs is not None:
                 prompts.append((sequence, piece.start, piece.count, chunk))
             end = piece.start + piece.count
@@ -181,20 +183,47 @@ class Runner:
                     flags |= SAMPLES
                     sampling.append((sequence, rows + chunk))
                 chunk_fields[chunk] = sequence.slot, start, min(CHUNK, end - start), flags
-                chunk_tables[chunk, : len(sequence.pages)] = sequence.pages
                 chunk += 1
-        self._state, results = self._programs[rows, chunks](self._leaves, self._state, packed)
-        return Dispatched(plan, sampling, prompts, results)
+        return Batch((rows, chunks), packed, admitted, sampling, prompts)
+
+    def dispatch(self, batch: Batch) -> Dispatched:
+        """Queue a step on the device."""
+        for sequence in batch.admitted:
+            self._admit(sequence)
+        program = self._programs[batch.size]
+        self._state, results = program(self._leaves, self._state, batch.packed)
+        return Dispatched(batch, results)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Give the sequence's slot its tokens, pages and options."""
+        assert sequence.slot is not None, "not admitted by the scheduler"
+        tokens = sequence.known_token_ids
+        length = next(size for size in self._admission_lengths if size >= len(tokens))
+        padded = np.zeros(length, np.int32)
+        padded[: len(tokens)] = tokens
+        pages = np.zeros(self._sizes.table_width, np.int32)
+        pages[: len(sequence.pages)] = sequence.pages
+        params = sequence.request.params
+        wanted = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self._state = self._admissions[length](
+            self._state,
+            np.int32(sequence.slot),
+            padded,
+            pages,
+            np.int32(sequence.prompt_length),
+            np.int32(wanted),
+            options_of(params, seed=sequence.seed, stop_ids=sequence.stop_ids),
+        )
 
     def collect(self, step: Dispatched) -> Collected:
         """Wait for a step and read what it sampled."""
         tokens = np.asarray(step.results.tokens)
-        wanted = [sequence.request.params.logprobs for sequence, _ in step.sampling]
+        wanted = [sequence.request.params.logprobs for sequence, _ in step.batch.sampling]
         logprobs = None
         if any(count is not None for count in wanted):
             logprobs = jax.device_get(step.results.logprobs)
         sampled = []
-        for (sequence, place), count in zip(step.sampling, wanted, strict=True):
+        for (sequence, place), count in zip(step.batch.sampling, wanted, strict=True):
             token_id = int(tokens[place])
             entry = None
             if logprobs is not None and count is not None:
@@ -203,11 +232,11 @@ class Runner:
         return Collected(sampled, self._collect_prompts(step))
 
     def _collect_prompts(self, step: Dispatched) -> list[PromptLogprobs]:
-        if not step.prompts:
+        if not step.batch.prompts:
             return []
         logprobs: Logprobs = jax.device_get(step.results.prompt)
         found = []
-        for sequence, start, count, chunk in step.prompts:
+        for sequence, start, count, chunk in step.batch.prompts:
             prompt = sequence.request.prompt_token_ids
             wanted = sequence.request.params.prompt_logprobs or 0
             # Those at a position are of the token after it; generated ones have their own.

@@ -72,11 +72,11 @@ class Scheduler:
                 f"every sequence can decode in every step, not {max_num_batched_tokens}; "
                 "raise it or lower max_num_seqs"
             )
-        self._page_size = page_size
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._max_chunks = max_chunks
+        self.max_chunks = max_chunks
         self._max_passes = max_passes
         self._pages = IdPool("page", num_pages)
         self._slots = IdPool("slot", num_slots)
@@ -122,7 +122,7 @@ class Scheduler:
             return f"{asked} are more than the context of {self._max_model_len} tokens"
         if self._pages_for(tokens - 1) > self._pages.num_ids:
             return (
-                f"{asked} are more than the KV cache of {self._pages.num_ids * self._page_size} "
+                f"{asked} are more than the KV cache of {self._pages.num_ids * self.page_size} "
                 "tokens; ask for fewer, or give the cache more memory"
             )
         return None
@@ -190,7 +190,7 @@ class Scheduler:
                 continue
             if sequence is held or sequence.num_sampled >= sequence.limit:
                 continue
-            if position == len(sequence.pages) * self._page_size:
+            if position == len(sequence.pages) * self.page_size:
                 if not self._pages.num_free:
                     latest = self._running[-1]
                     if latest is sequence or latest.in_flight:
@@ -203,7 +203,7 @@ class Scheduler:
             sequence.in_flight += 1
             decodes.append(Decode(sequence, position))
 
-        room = _PromptRoom(self._max_num_batched_tokens - len(decodes), self._max_chunks)
+        room = _PromptRoom(self.max_num_batched_tokens - len(decodes), self.max_chunks)
         for sequence in prefilling:
             room.feed(sequence)
         # What has just given way must not come back for the pages that it leaves.
@@ -223,7 +223,7 @@ class Scheduler:
             assert arrivals == sorted(set(arrivals)), "a queue is out of order"
         assert {sequence.request_id: sequence for sequence in sequences} == self._by_request_id
         assert len(sequences) == len(self._by_request_id)
-        assert len(self._running) <= self._max_num_seqs
+        assert len(self._running) <= self.max_num_seqs
         pages = [page for sequence in self._running for page in sequence.pages]
         slots = [sequence.slot for sequence in self._running]
         assert len(set(pages)) == len(pages) and set(pages) == self._pages.taken
@@ -234,7 +234,7 @@ class Scheduler:
             assert len(sequence.generated) < sequence.limit
         for sequence in self._running:
             assert sequence.computed > 0, "admitted without a piece of its prompt"
-            assert sequence.computed <= len(sequence.pages) * self._page_size
+            assert sequence.computed <= len(sequence.pages) * self.page_size
             assert len(sequence.pages) <= self._pages_for(sequence.num_life_positions)
             assert sequence.num_sampled <= sequence.limit
             if sequence.is_prefilling:
@@ -293,13 +293,13 @@ class Scheduler:
         sequence.slot = None
 
     def _has_a_row(self) -> bool:
-        return len(self._running) < self._max_num_seqs and self._slots.num_free > 0
+        return len(self._running) < self.max_num_seqs and self._slots.num_free > 0
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return len(sequence.pages) < self._pages_for(sequence.num_life_positions)
 
     def _pages_for(self, positions: int) -> int:
-        return -(-positions // self._page_size)
+        return -(-positions // self.page_size)
 
 
 @dataclass

@@ -28,7 +28,8 @@ class TextDelta:
 class TextStream:
     """The text of one request. Deltas after the one with a finish_reason are empty.
 
-    When a stop string ends the text the engine doesn't know: the caller aborts its request.
+    When a stop string ends the text the engine doesn't know: the caller aborts its request. They
+    are looked for in what comes after params.min_tokens tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
@@ -36,6 +37,7 @@ class TextStream:
             tokenizer, skip_special_tokens=params.skip_special_tokens
         )
         self._stop_strings = _StopStrings(tuple(params.stop or ()))
+        self._min_tokens = params.min_tokens
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._finished = False
@@ -66,7 +68,9 @@ class TextStream:
         texts: list[str] = []
         stop_string = None
         for count, token_id in enumerate(text_ids, start=1):
-            text, stop_string = self._stop_strings.push(self._decoder.push((token_id,)))
+            text = self._decoder.push((token_id,))
+            if len(self._token_ids) + count > self._min_tokens:
+                text, stop_string = self._stop_strings.push(text)
             texts.append(text)
             if stop_string is not None:
                 used = count

@@ -43,6 +43,10 @@ class PagedKV:
     keys: Array
     values: Array
 
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -64,21 +68,20 @@ class CachePools:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepBatch:
-    """What a step runs. P is the block table's width in pages; all are int32 but `first`.
+    """What a step runs. All are int32 but `first` and `last`.
 
+    tables: [slots, P], the pages of each slot's sequence in order.
     row_slots, row_positions: [R], a row's state slot (0 for padding) and its token's position.
-    row_tables: [R, P], the row's pages in order.
     chunk_slots, chunk_starts, chunk_lengths: [N], slot, first position and number of tokens.
-    chunk_tables: [N, P]. first, last: [N] bool, whether a piece of prompt starts and ends there.
+    first, last: [N] bool, whether a piece of prompt starts and ends there.
     """
 
+    tables: Array
     row_slots: Array
     row_positions: Array
-    row_tables: Array
     chunk_slots: Array
     chunk_starts: Array
     chunk_lengths: Array
-    chunk_tables: Array
     first: Array
     last: Array
 
@@ -170,12 +173,16 @@ def paged_attention(
     if rows:
         positions = jnp.where(batch.row_slots == 0, -1, batch.row_positions)[:, None]
         queries = grouped[:rows, None]
-        attended = _attend_pages(queries, pool, batch.row_tables, positions, mixer.config)
+        attended = _attend_pages(
+            queries, pool, batch.tables, batch.row_slots, positions, mixer.config
+        )
         parts.append(attended[:, 0])
     if batch.chunks:
         positions = jnp.where(batch.chunk_valid(), batch.chunk_positions(), -1)
         queries = grouped[rows:].reshape(batch.chunks, CHUNK, *grouped.shape[1:])
-        attended = _attend_pages(queries, pool, batch.chunk_tables, positions, mixer.config)
+        attended = _attend_pages(
+            queries, pool, batch.tables, batch.chunk_slots, positions, mixer.config
+        )
         parts.append(attended.reshape(-1, *attended.shape[2:]))
     return mixer.finish(jnp.concatenate(parts).reshape(q.shape), gate), pool
 
@@ -184,8 +191,8 @@ def _write_kv(pool: PagedKV, keys: Array, values: Array, batch: StepBatch) -> Pa
     """keys, values: [T, G, K]. Padding is dropped."""
     num_pages, page_size = pool.keys.shape[:2]
     chunk_positions = batch.chunk_positions()
-    row_pages = _pages_at(batch.row_tables, batch.row_positions[:, None], page_size)[:, 0]
-    chunk_pages = _pages_at(batch.chunk_tables, chunk_positions, page_size)
+    row_pages = batch.tables[batch.row_slots, batch.row_positions // page_size]
+    chunk_pages = batch.tables[batch.chunk_slots[:, None], chunk_positions // page_size]
     pages = jnp.concatenate(
         [
             jnp.where(batch.row_slots == 0, num_pages, row_pages),
@@ -200,25 +207,26 @@ def _write_kv(pool: PagedKV, keys: Array, values: Array, batch: StepBatch) -> Pa
     )
 
 
-def _pages_at(tables: Array, positions: Array, page_size: int) -> Array:
-    """tables: [B, P], positions: [B, T] -> the page of each position [B, T]."""
-    return jnp.take_along_axis(tables, positions // page_size, axis=1, mode="clip")
-
-
 def _attend_pages(
-    queries: Array, pool: PagedKV, tables: Array, positions: Array, config: ModelConfig
+    queries: Array,
+    pool: PagedKV,
+    tables: Array,
+    slots: Array,
+    positions: Array,
+    config: ModelConfig,
 ) -> Array:
-    """queries: [B, T, G, H / G, K] at positions [B, T] (-1 for padding), tables: [B, P]
-    -> [B, T, G, H / G, K] float32, zeros for padding."""
+    """queries: [B, T, G, H / G, K] at positions [B, T] (-1 for padding), tables: [slots, P],
+    slots: [B] -> [B, T, G, H / G, K] float32, zeros for padding."""
     page_size, widths = pool.keys.shape[1], context_widths(tables.shape[1])
     last = jnp.max(positions, axis=1)
 
     def attend_width(width: int) -> Array:
         def some_rows(rows: tuple[Array, ...]) -> Array:
-            queries, tables, positions, last = rows
+            queries, slots, positions, last = rows
+            pages = tables[slots, :width]
 
             def gather(array: Array) -> Array:
-                gathered = array[tables[:, :width]].reshape(len(tables), -1, *array.shape[2:])
+                gathered = array[pages].reshape(len(pages), -1, *array.shape[2:])
                 # Beyond its own tokens a sequence's pages hold anything, and 0 times NaN is NaN.
                 own = jnp.arange(width * page_size) <= last[:, None]
                 return jnp.where(own[..., None, None], gathered, 0)
@@ -227,7 +235,7 @@ def _attend_pages(
             return attend(queries, keys, values, jnp.maximum(positions, 0), config)
 
         batch, length = positions.shape
-        rows = (queries, tables, positions, last)
+        rows = (queries, slots, positions, last)
         if batch * width * page_size * -(-length // 8) <= TOKENS_AT_ONCE:
             return some_rows(rows)
         one_by_one = jax.tree.map(lambda value: value[:, None], rows)

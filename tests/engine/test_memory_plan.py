@@ -12,7 +12,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.engine.memory_plan import MemoryPlan, plan_memory, workspace_bytes
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model.transformer import Qwen35, parameter_bytes
-from qwen35_jax.paged_step import init_engine_state
+from qwen35_jax.step import init_engine_state
 from tests.support.models import tiny_config
 from tests.support.published_configs import published_config
 

@@ -74,16 +74,16 @@ class Harness:
     def run(self, decodes: list[int], pieces: list[tuple[int, int]]) -> None:
         """decodes: slots; pieces: (slot, number of tokens)."""
         rows = np.zeros((ROWS, 2), np.int32)
-        row_tables = np.zeros((ROWS, TABLE), np.int32)
         chunks = np.zeros((CHUNKS, 3), np.int32)
-        chunk_tables = np.zeros((CHUNKS, TABLE), np.int32)
+        tables = np.zeros((SLOTS, TABLE), np.int32)
+        for slot, pages in self.pages.items():
+            tables[slot, : len(pages)] = pages
         first, last = np.zeros(CHUNKS, bool), np.zeros(CHUNKS, bool)
         ids = np.full(ROWS + CHUNKS * CHUNK, 7, np.int32)  # the padding isn't zero on purpose
         places: dict[int, list[int]] = {}
         for row, slot in enumerate(decodes):
             position = len(self.logits[slot])
             rows[row] = slot, position
-            row_tables[row, : len(self.pages[slot])] = self.pages[slot]
             ids[row] = self.ids[slot][position]
             places[slot] = [row]
         chunk = 0
@@ -93,16 +93,15 @@ class Harness:
             for start in range(position, position + count, CHUNK):
                 length = min(CHUNK, position + count - start)
                 chunks[chunk] = slot, start, length
-                chunk_tables[chunk, : len(self.pages[slot])] = self.pages[slot]
                 first[chunk], last[chunk] = start == position, start + length == position + count
                 place = ROWS + chunk * CHUNK
                 ids[place : place + length] = self.ids[slot][start : start + length]
                 places[slot] += range(place, place + length)
                 chunk += 1
         batch = StepBatch(
-            *(jnp.asarray(value) for value in (rows[:, 0], rows[:, 1], row_tables)),
+            *(jnp.asarray(value) for value in (tables, rows[:, 0], rows[:, 1])),
             *(jnp.asarray(chunks[:, column]) for column in range(3)),
-            *(jnp.asarray(value) for value in (chunk_tables, first, last)),
+            *(jnp.asarray(value) for value in (first, last)),
         )
         logits, self.pools = self.step(self.params, jnp.asarray(ids), batch, self.pools)
         for slot, where in places.items():

@@ -14,22 +14,20 @@ import numpy as np
 
 from qwen35_jax.checkpoint_names import tensor_slots
 from qwen35_jax.config import EngineConfig, ModelConfig
+from qwen35_jax.engine.core import ContinuousBatchingEngine
 from qwen35_jax.engine.request import Engine, Request, TokenOutput
-from qwen35_jax.engine.static_batch import StaticBatchEngine
+from qwen35_jax.engine.scheduler import Scheduler
 from qwen35_jax.llm import LLM
 from qwen35_jax.loading import LoadedEngine
 from qwen35_jax.model.transformer import Qwen35
 from qwen35_jax.sampling_params import SamplingParams
-from qwen35_jax.step import Step
+from qwen35_jax.step import init_engine_state
 from tests.support.checkpoints import LONG_PREFIX, write_config, write_shards
 from tests.support.models import filled
 from tests.support.tiny_models import TINY_CONFIGS, is_stored_float32, tiny_weights
 from tests.support.tiny_tokenizer import END_OF_TEXT_ID, write_tiny_tokenizer
 
 Outputs = dict[str, list[TokenOutput]]
-
-# A Step keeps no state between calls, so that fresh engines may share its compiled programs.
-shared_step = cache(Step)
 
 
 @contextmanager
@@ -76,28 +74,54 @@ def write_two_layer_checkpoint(directory: Path) -> Path:
 @cache
 def default_llm() -> LLM:
     """An LLM on the embedded default model: the same for every caller, who leaves it open."""
-    llm = LLM()
-    engine = llm.loaded.engine
-    assert isinstance(engine, StaticBatchEngine)
-    engine._step = shared_step(llm.params, engine.vocabulary_size)
-    return llm
+    with fast_compilation():
+        return LLM()
 
 
 def default_reopened(config: EngineConfig) -> LoadedEngine:
-    """In the place of load_engine: the default model with a fresh engine as `config` asks for."""
+    """In the place of load_engine: the default model with a fresh engine as `config` asks for.
+
+    It runs the programs that default_llm compiled, which are for as many or more sequences and
+    tokens.
+    """
     loaded = default_llm().loaded
-    old = loaded.engine
-    assert isinstance(old, StaticBatchEngine)
-    engine = StaticBatchEngine(
-        params=loaded.params,
-        vocabulary_size=old.vocabulary_size,
-        max_model_len=config.max_model_len or old.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        stop_token_ids=old.stop_token_ids,
-        seed=config.seed,
+    max_model_len = config.max_model_len or loaded.max_model_len
+    engine = reopened(loaded.engine, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+    return replace(
+        loaded, engine=replace(engine, seed=config.seed), max_model_len=engine.max_model_len
     )
-    engine._step = shared_step(loaded.params, old.vocabulary_size)
-    return replace(loaded, engine=engine, max_model_len=engine.max_model_len)
+
+
+def reopened(
+    engine: ContinuousBatchingEngine,
+    *,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    num_pages: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    seed: int = 0,
+) -> ContinuousBatchingEngine:
+    """A fresh engine with the programs of another, and limits at most as large."""
+    runner = copy.copy(engine.runner)
+    sizes = runner._sizes
+    runner._state = init_engine_state(runner._config, sizes)
+    scheduler = Scheduler(
+        num_slots=sizes.num_slots,
+        num_pages=num_pages or sizes.num_pages,
+        page_size=sizes.page_size,
+        max_num_seqs=max_num_seqs or engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or engine.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len or engine.max_model_len,
+        max_chunks=engine.scheduler.max_chunks,
+    )
+    return ContinuousBatchingEngine(
+        runner=runner,
+        scheduler=scheduler,
+        vocabulary_size=engine.vocabulary_size,
+        max_model_len=max_model_len or engine.max_model_len,
+        stop_token_ids=engine.stop_token_ids,
+        seed=seed,
+    )
 
 
 def request(request_id: str, prompt: tuple[int, ...], **params: Any) -> Request:
