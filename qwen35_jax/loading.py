@@ -153,7 +153,7 @@ def max_num_batched_tokens(config: EngineConfig) -> int:
         return config.max_num_batched_tokens
     usual = CPU_BATCHED_TOKENS if jax.default_backend() == "cpu" else GPU_BATCHED_TOKENS
     # A token of every sequence, and some of a prompt.
-    return max(usual, config.max_num_seqs + CPU_BATCHED_TOKENS)
+    return max(usual, config.max_num_seqs + CHUNK)
 
 
 def model_config_of(directory: Path, config: EngineConfig) -> ModelConfig:
