@@ -139,7 +139,7 @@ def _without_recurrent_state(patch: Patch) -> None:
     ) -> tuple[jax.Array, jax.Array]:
         return recurrent_delta_rule(q, k, v, g, beta, jnp.zeros_like(state))
 
-    patch.setattr("qwen35_jax.model.delta_rule.recurrent_delta_rule", forgetful)
+    patch.setattr("qwen35_jax.model.paged.recurrent_delta_rule", forgetful)
 
 
 def _without_rope(patch: Patch) -> None:
@@ -162,16 +162,6 @@ def _with_norms_by_the_weight_alone(patch: Patch) -> None:
 
     patch.setattr("qwen35_jax.model.layers.rms_norm_float32", norm)
     patch.setattr("qwen35_jax.model.attention.rms_norm_float32", norm)
-
-
-@pytest.fixture(autouse=True)
-def _one_shape(monkeypatch: Patch) -> None:
-    """Prompts run in pieces of 16, and short ones get a long one's room: one program of each kind.
-
-    These are compiled as a user's are: they run so often that compiling fast would not pay.
-    """
-    monkeypatch.setattr("qwen35_jax.engine.static_batch.PREFILL_TOKENS", 16)
-    monkeypatch.setattr("qwen35_jax.engine.static_batch.MIN_CAPACITY", 512)
 
 
 def wrong_answers() -> dict[str, str]:

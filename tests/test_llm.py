@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from qwen35_jax.config import EngineConfig, ModelConfig
-from qwen35_jax.engine.fake import FakeEngine
-from qwen35_jax.engine.request import TokenOutput
+from qwen35_jax.engine.runner import Runner
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import ConfigError, InvalidRequestError
 from qwen35_jax.llm import LLM, GenerationError
 from qwen35_jax.loading import load_engine
 from qwen35_jax.outputs import CompletionOutput, RequestOutput
 from qwen35_jax.sampling_params import SamplingParams
-from qwen35_jax.step import Step
 from tests.support.engines import (
     default_llm,
     default_reopened,
@@ -88,7 +86,7 @@ def test_results_have_vllms_names_and_the_prompts_order(llm: LLM):
         assert (output.index, output.finish_reason, output.stop_reason) == (0, "length", None)
         assert (len(output.token_ids), output.logprobs) == (8, None)
     assert [field.name for field in fields(RequestOutput)] == [
-        *("request_id", "prompt", "prompt_token_ids", "outputs", "error"),
+        *("request_id", "prompt", "prompt_token_ids", "outputs", "error", "prompt_logprobs"),
     ]
 
 
@@ -264,12 +262,14 @@ def test_an_engine_failure_is_a_results_error_and_a_streams_exception(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "decode", fail)
+        patch.setattr(Runner, "collect", fail)
         (result,) = generate(llm, "Hello")
         assert result.outputs == []
         assert result.error == "the device failed: RESOURCE_EXHAUSTED: no memory"
-        stream = llm.stream("Hello", GREEDY)
-        assert len(next(stream).token_ids) == 1
+    stream = llm.stream("Hello", GREEDY)
+    assert len(next(stream).token_ids) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "collect", fail)
         with pytest.raises(GenerationError, match="no memory"):
             next(stream)
     assert_idle(llm)
@@ -285,7 +285,7 @@ def test_an_interrupt_while_running_leaves_the_llm_usable(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "decode", interrupt)
+        patch.setattr(Runner, "dispatch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             generate(llm, ["Hello", "Once upon"])
     assert_idle(llm)
@@ -419,39 +419,15 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(tmp_path: Pat
         load_engine(EngineConfig(model=str(directory), load_format="dummy"))
 
 
-def test_warm_up_runs_a_greedy_and_a_sampled_request_and_leaves_nothing():
-    submitted: list[SamplingParams] = []
-
-    class Recorded(FakeEngine):
-        def submit(self, request: Any) -> None:
-            submitted.append(request.params)
-            super().submit(request)
-
-    engine = Recorded(vocabulary_size=9)
-    replace(default_llm().loaded, engine=engine).warm_up()
-    assert [params.greedy for params in submitted] == [True, False]
-    assert not engine.has_work()
-
-
 def test_weights_that_do_not_fit_are_a_config_error(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
 
     monkeypatch.setattr("qwen35_jax.loading.load_or_make_params", fail)
     with pytest.raises(
-        ConfigError, match=r"does not fit on cpu: its weights take [0-9.]+ MB \(RES"
+        ConfigError, match=r"does not fit on cpu as planned: RES.* memory; lower --gpu-mem"
     ):
         load_engine(EngineConfig())
-
-
-def test_a_warm_up_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch):
-    loaded = default_llm().loaded
-    failed = [TokenOutput("warm-up-0", finish_reason="error", error="the device failed")]
-    monkeypatch.setattr(loaded.engine, "step", lambda: failed)
-    monkeypatch.setattr(loaded.engine, "submit", lambda request: None)
-    monkeypatch.setattr(loaded.engine, "has_work", lambda: True)
-    with pytest.raises(ConfigError, match="can't generate a token: the device failed"):
-        loaded.warm_up()
 
 
 def test_threads_that_share_an_llm_get_their_own_results():

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine.fake import FakeEngine
+from qwen35_jax.engine.memory_plan import MemoryPlan
 from qwen35_jax.errors import ConfigError, InvalidRequestError, TokenizerError
 from qwen35_jax.llm import LLM
 from qwen35_jax.loading import LoadedEngine
@@ -56,6 +57,7 @@ def llm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
             max_model_len=2000,
             model_name="tiny",
             description="tiny",
+            memory_plan=cast(MemoryPlan, None),
         )
 
     monkeypatch.setattr("qwen35_jax.llm.load_engine", load)

@@ -51,12 +51,8 @@ def goldens() -> Goldens:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Long and short prompts alike run in pieces of one length, with one room for their keys.
-        patch.setattr("qwen35_jax.engine.static_batch.PREFILL_TOKENS", 32 * PIECE)
-        patch.setattr("qwen35_jax.engine.static_batch.MIN_CAPACITY", 512)
-        with LLM(dtype="float32", max_num_seqs=BATCH_ROWS) as opened:
-            yield opened
+    with LLM(dtype="float32", max_num_seqs=BATCH_ROWS) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
