@@ -20,9 +20,17 @@ REPOSITORY = Path(__file__).parents[1]
 ENGINE_FLAGS = [
     *("--max-model-len", "--max-num-seqs", "--dtype", "--load-format", "--numerics", "--seed"),
 ]
+CACHE_FLAGS = [
+    *("--max-num-batched-tokens", "--gpu-memory-utilization", "--kv-cache-tokens"),
+    *("--block-size", "--compilation-cache-dir", "--strict-compilation", "--dry-run"),
+]
 FLAGS = {
-    "serve": ["--model", "--host", "--port", "--served-model-name"],
+    "serve": [
+        *CACHE_FLAGS,
+        *("--model", "--host", "--port", "--served-model-name", "--stuck-after-seconds"),
+    ],
     "generate": [
+        *CACHE_FLAGS,
         *("--model", "--prompt", "--chat", "--disable-thinking", "--max-tokens", "--temperature"),
         *("--top-p", "--top-k", "--min-p", "--stop", "--ignore-eos"),
     ],
