@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,23 +21,47 @@ def write_results(
     model: Mapping[str, Any],
     flags: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
+    ceilings: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
     commit: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write one run. `commit` is git's own when None; device and versions are read here."""
+    """Write one run, whole or not at all.
+
+    ceilings: what the device was measured to do at most in the same run. more: further fields.
+    commit: git's own when None. facts: what run_facts gave, for runs that write more than once.
+    """
     content = {
         "name": name,
         "command": command,
+        **(run_facts(commit) if facts is None else facts),
+        "model": dict(model),
+        "flags": dict(flags),
+        **({} if ceilings is None else {"ceilings": dict(ceilings)}),
+        "rows": [dict(row) for row in rows],
+        **(more or {}),
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe, or a device
+        return
+    # A run that is killed as it writes leaves what it wrote before.
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def run_facts(commit: str | None = None) -> dict[str, Any]:
+    """commit, date, device, driver and versions. `commit` is git's own when None."""
+    return {
         "commit": commit or _git_commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         **_device(),
         "versions": {package: _version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
-        "model": dict(model),
-        "flags": dict(flags),
-        "rows": [dict(row) for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def why_not_writable(path: Path) -> str | None:

@@ -7,6 +7,8 @@ from typing import get_args
 
 from qwen35_jax.config import BLOCK_SIZES, Dtype, EngineConfig, LoadFormat, Numerics
 
+logger = logging.getLogger(__name__)
+
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: bool = False) -> None:
     """MODEL (also as --model) and the options of EngineConfig."""
@@ -57,7 +59,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="tokens of one step: one of each running request, the rest of prompts (default: 2048 "
-        "on a GPU, 512 on a CPU)",
+        "on a GPU, 512 on a CPU, more where --max-num-seqs needs it)",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
@@ -88,11 +90,18 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="where compiled programs are kept for the next start; auto is in the user's cache "
         "directory, none keeps nothing (default: %(default)s)",
     )
+    parser.add_argument(
+        "--strict-compilation",
+        action="store_true",
+        help="a program that was not compiled before the start is an error, not a slow step",
+    )
 
 
 def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dry-run", action="store_true", help="print how memory would be used, and stop"
+        "--dry-run",
+        action="store_true",
+        help="print how memory would be used, and stop; no weights are read",
     )
 
 
@@ -114,6 +123,23 @@ def engine_config(
     # Not `or`: an empty name, of an unset shell variable, is refused and not the default model.
     model = model_flag if arguments.model is None else arguments.model
     return EngineConfig(**options | {"model": model, "seed": seed})
+
+
+def print_memory_plan(config: EngineConfig) -> None:
+    """What --dry-run does: the plan on stdout, and in the log where it falls short of the options.
+
+    Brings in jax. Raises ConfigError, CheckpointError or TokenizerError.
+    """
+    from qwen35_jax.device_memory import reserve_device_memory
+    from qwen35_jax.loading import plan_for
+    from qwen35_jax.model_files import find_model
+
+    files = find_model(config)
+    reserve_device_memory(config.gpu_memory_utilization)
+    plan = plan_for(files, config)
+    print(plan.table())
+    for warning in plan.warnings:
+        logger.warning(warning)
 
 
 def log_to_terminal() -> None:

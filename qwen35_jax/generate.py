@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qwen35_jax.engine_arguments import (
+    add_cache_arguments,
+    add_dry_run_argument,
     add_engine_arguments,
     add_seed_argument,
     engine_config,
     log_to_terminal,
+    print_memory_plan,
 )
 from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.sampling_params import SamplingParams
@@ -31,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_engine_arguments(parser)
+    add_cache_arguments(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -78,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on past the model's own end tokens"
     )
+    add_dry_run_argument(parser)
     add_seed_argument(parser, help="seed of sampling and dummy weights (default: %(default)s)")
     return parser
 
@@ -101,6 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
     )
     config = engine_config(parser, arguments, seed=arguments.seed)
+    if arguments.dry_run:
+        log_to_terminal()
+        print_memory_plan(config)
+        return 0
     prompts = arguments.prompt or [_read_stdin()]
     if not all(prompts):
         source = "--prompt" if arguments.prompt else "stdin"
@@ -112,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from qwen35_jax.llm import LLM, GenerationError
 
     with LLM.from_config(config) as llm:
-        print(llm.loaded.description, file=sys.stderr)
+        print(f"{llm.loaded.model_name}: {llm.loaded.description}", file=sys.stderr)
         for number, prompt in enumerate(prompts, start=1):
             if len(prompts) > 1:
                 print(f"--- prompt {number} of {len(prompts)}", file=sys.stderr)

@@ -8,8 +8,7 @@ import jax
 
 from qwen35_jax.checkpoint import human_bytes, load_or_make_params
 from qwen35_jax.compile_cache import CompileCounter, enable_compile_cache
-from qwen35_jax.config import EngineConfig, ModelConfig
-from qwen35_jax.default_model import DEFAULT_MODEL_NAME, default_model_directory
+from qwen35_jax.config import EngineConfig
 from qwen35_jax.device_memory import memory_budget, reserve_device_memory
 from qwen35_jax.engine.buckets import Buckets
 from qwen35_jax.engine.core import ContinuousBatchingEngine
@@ -18,8 +17,8 @@ from qwen35_jax.engine.plan import CHUNK
 from qwen35_jax.engine.runner import Runner
 from qwen35_jax.engine.scheduler import Scheduler
 from qwen35_jax.errors import ConfigError
-from qwen35_jax.hub import resolve_model
 from qwen35_jax.model.transformer import Qwen35, parameter_bytes, parameter_count
+from qwen35_jax.model_files import ModelFiles, find_model
 from qwen35_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,24 +28,10 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 2048
 
 
 @dataclass(frozen=True)
-class ModelFiles:
-    """A model that was found and understood; none of its weights is read.
-
-    directory: the checkpoint's local files.
-    """
-
-    name: str
-    directory: Path
-    config: ModelConfig
-    tokenizer: Tokenizer
-    max_model_len: int
-
-
-@dataclass(frozen=True)
 class LoadedEngine:
     """An engine, every program of it compiled, and what its door must know of the model.
 
-    directory: the checkpoint's local files. description: one line about the model and device.
+    directory: the checkpoint's local files. description: the model's size and what it runs on.
     """
 
     engine: ContinuousBatchingEngine
@@ -85,9 +70,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             "end other users of the device"
         ) from None
     description = (
-        f"{files.name}: {parameter_count(params):,} parameters, "
-        f"{human_bytes(parameter_bytes(params))} in {files.config.dtype} on {device.device_kind}, "
-        f"context {files.max_model_len}"
+        f"{parameter_count(params):,} parameters, {human_bytes(parameter_bytes(params))} in "
+        f"{files.config.dtype} on {device.device_kind}, context {files.max_model_len}"
     )
     return LoadedEngine(
         engine=engine,
@@ -99,35 +83,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         description=description,
         memory_plan=plan,
     )
-
-
-def find_model(config: EngineConfig) -> ModelFiles:
-    """The model that `config` names: fetched if it is on the hub, its config and tokenizer read.
-
-    Raises ConfigError, CheckpointError or TokenizerError.
-    """
-    if config.model is None:
-        directory, name = default_model_directory(), DEFAULT_MODEL_NAME
-        logger.info(
-            "No model is named: the embedded default is tiny and knows what it was trained for and "
-            "little else. Name another: a checkpoint directory or a hub id."
-        )
-    else:
-        directory, name = resolve_model(config.model), str(config.model)
-    model_config = model_config_of(directory, config)
-    tokenizer = Tokenizer.from_directory(directory)
-    if tokenizer.vocabulary_size > model_config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {tokenizer.vocabulary_size} ids, "
-            f"config.json's vocab_size is {model_config.vocab_size}"
-        )
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
-    if max_model_len > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {max_model_len} is over the checkpoint's max_position_embeddings "
-            f"{model_config.max_position_embeddings}"
-        )
-    return ModelFiles(name, directory, model_config, tokenizer, max_model_len)
 
 
 def plan_for(files: ModelFiles, config: EngineConfig) -> MemoryPlan:
@@ -156,12 +111,6 @@ def max_num_batched_tokens(config: EngineConfig) -> int:
     return max(usual, config.max_num_seqs + CHUNK)
 
 
-def model_config_of(directory: Path, config: EngineConfig) -> ModelConfig:
-    """The checkpoint's config with the user's dtype and numerics."""
-    model_config = ModelConfig.from_file(directory).replace(numerics=config.numerics)
-    return model_config if config.dtype == "auto" else model_config.replace(dtype=config.dtype)
-
-
 def _make_engine(
     params: Qwen35, files: ModelFiles, config: EngineConfig, plan: MemoryPlan
 ) -> ContinuousBatchingEngine:
@@ -176,7 +125,6 @@ def _make_engine(
     counter = CompileCounter(strict=config.strict_compilation)
     counter.start()
     try:
-        logger.info("Compiling %d programs ...", runner.num_programs)
         runner.compile(progress=logger.isEnabledFor(logging.INFO))
         runner.rehearse()
     except BaseException:

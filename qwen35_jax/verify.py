@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_terminal()
 
     from qwen35_jax.hub import resolve_model
-    from qwen35_jax.loading import model_config_of
+    from qwen35_jax.model_files import model_config_of
     from qwen35_jax.tokenizer import Tokenizer
 
     directory = resolve_model(config.model or "")

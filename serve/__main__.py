@@ -1,35 +1,48 @@
-"""`qwen35 serve`: load a model and serve it over HTTP until a signal says to stop."""
+"""`qwen35 serve`: start an engine's process and serve it over HTTP until a signal says to stop.
+
+The model is in that process. This one never imports jax.
+"""
 
 import argparse
 import asyncio
 import json
+import logging
 import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from qwen35_jax.config import EngineConfig
-from qwen35_jax.engine.request import Engine
-from qwen35_jax.engine.thread import EngineThread
+from qwen35_jax.config_fields import positive_number
+from qwen35_jax.engine.process import EngineProcess
+from qwen35_jax.engine.thread import STUCK_AFTER_SECONDS, EngineError
 from qwen35_jax.engine_arguments import (
+    add_cache_arguments,
+    add_dry_run_argument,
     add_engine_arguments,
     add_seed_argument,
     engine_config,
     log_to_terminal,
+    print_memory_plan,
 )
 from qwen35_jax.errors import USER_ERRORS, ConfigError
-from qwen35_jax.tokenizer import Tokenizer
+from qwen35_jax.model_files import find_model
 from serve.app import create_app
 from serve.config import ServeConfig, check_served_model_name
 from serve.engine_client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+# What the engine's process calls, and imports, to load the engine.
+ENGINE_FACTORY = "qwen35_jax.loading:load_engine"
 
 # Longer than clients keep an idle connection, so that it is they who end it.
 IDLE_CONNECTION_SECONDS = 75
@@ -37,68 +50,34 @@ IDLE_CONNECTION_SECONDS = 75
 LAST_READ_SECONDS = 2
 
 
-class LoadedEngine(Protocol):
-    """What the loader returns. description: one line about the model and what it runs on."""
+def main(argv: Sequence[str] | None = None, *, factory: str = ENGINE_FACTORY) -> int:
+    """Run the command; returns its exit code.
 
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def description(self) -> str: ...
-
-
-def load_real_engine(config: EngineConfig) -> LoadedEngine:
-    """Load the model. The only place here that brings in jax."""
-    from qwen35_jax.loading import load_engine
-
-    loaded = load_engine(config)
-    loaded.warm_up()
-    return loaded
-
-
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    load: Callable[[EngineConfig], LoadedEngine] = load_real_engine,
-) -> int:
-    """Run the command; returns its exit code: 0 after a signal, 2 for what the user can mend."""
+    0 after a signal, 1 when the engine failed, 2 for what the user can mend. factory: as in
+    EngineProcess.
+    """
     parser = make_parser()
     arguments = parser.parse_args(argv)
     log_to_terminal()
-    # Until the server has handlers of its own, while the model loads.
-    asked_to_stop = False
-
-    def stop_loading(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_to_stop
-        asked_to_stop = True
-        raise KeyboardInterrupt
-
-    def load_unless_stopped() -> LoadedEngine:
-        loaded = load(config)
-        # An exception raised inside a callback of the garbage collector goes no further.
-        if asked_to_stop:
-            raise KeyboardInterrupt
-        return loaded
-
-    previous = {
-        number: signal.signal(number, stop_loading) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        config = engine_config(parser, arguments, seed=arguments.seed)
-        _load_and_serve(arguments, load_unless_stopped)
-    except KeyboardInterrupt:
-        return 0
-    except USER_ERRORS as error:
-        print(f"qwen35 serve: error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with _signals_interrupt() as was_asked_to_stop:
+        try:
+            config = engine_config(parser, arguments, seed=arguments.seed)
+            if arguments.dry_run:
+                print_memory_plan(config)
+            else:
+                _load_and_serve(arguments, config, factory, was_asked_to_stop)
+        except KeyboardInterrupt:
+            return 0
+        except USER_ERRORS as error:
+            print(f"qwen35 serve: error: {error}", file=sys.stderr)
+            return 2
+        except EngineError as error:
+            print(
+                f"qwen35 serve: error: {error}; the server has stopped. Start it again; should "
+                "that fail too, the lines above and the kernel's log (was memory short?) say more",
+                file=sys.stderr,
+            )
+            return 1
     return 0
 
 
@@ -110,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_engine_arguments(parser)
+    add_cache_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     parser.add_argument(
         "--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)"
@@ -119,6 +99,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what requests call the model (default: the model's own name)",
     )
+    parser.add_argument(
+        "--stuck-after-seconds",
+        type=float,
+        metavar="SECONDS",
+        default=STUCK_AFTER_SECONDS,
+        help="/health answers 503 when requests have waited so long without the end of a step "
+        "(default: %(default)g)",
+    )
+    add_dry_run_argument(parser)
     add_seed_argument(
         parser,
         help="seed of requests that bring none, and of dummy weights (default: %(default)s)",
@@ -126,31 +115,67 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load_and_serve(arguments: argparse.Namespace, load: Callable[[], LoadedEngine]) -> None:
+@contextmanager
+def _signals_interrupt() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, until the server has handlers of its own.
+
+    Gives a function that says whether one came.
+    """
+    asked_to_stop = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_to_stop
+        asked_to_stop = True
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked_to_stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _load_and_serve(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    factory: str,
+    was_asked_to_stop: Callable[[], bool],
+) -> None:
+    """Raises EngineError when the engine failed, once what it left has ended."""
     served_model_name: str | None = arguments.served_model_name
     # Checked and bound before loading, which takes long, only to find the port taken.
     if served_model_name is not None:
         check_served_model_name(served_model_name)
+    stuck_after_seconds = positive_number("stuck_after_seconds", arguments.stuck_after_seconds)
     with _bind(arguments.host, arguments.port) as listener:
-        loaded = load()
-        with EngineThread(loaded.engine) as thread:
-            config = ServeConfig(
+        files = find_model(config)
+        with EngineProcess(
+            factory,
+            # Found once: the process gets its place on this machine.
+            replace(config, model=str(files.directory)),
+            stuck_after_seconds=stuck_after_seconds,
+        ) as engine:
+            # An exception raised inside a callback of the garbage collector goes no further.
+            if was_asked_to_stop():
+                raise KeyboardInterrupt
+            serve_config = ServeConfig(
                 host=arguments.host,
                 port=listener.getsockname()[1],
-                served_model_name=(
-                    loaded.model_name if served_model_name is None else served_model_name
-                ),
+                served_model_name=files.name if served_model_name is None else served_model_name,
             )
-            client = EngineClient(thread)
+            client = EngineClient(engine)
             app = create_app(
-                config=config,
+                config=serve_config,
                 client=client,
-                tokenizer=loaded.tokenizer,
-                max_model_len=loaded.max_model_len,
+                tokenizer=files.tokenizer,
+                max_model_len=engine.max_model_len,
             )
-            _listen(listener, config)
-            ready_message = f"{loaded.description}\n{_how_to_use(config)}"
-            Server(app, config, client, ready_message).run(sockets=[listener])
+            _listen(listener, serve_config)
+            ready_message = f"{files.name}: {engine.description}\n{_how_to_use(serve_config)}"
+            Server(app, serve_config, client, ready_message).run(sockets=[listener])
+            if engine.failure is not None:
+                raise engine.failure
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -199,6 +224,7 @@ class Server(uvicorn.Server):
     """Stops on the first signal: when streams have ended, drain_seconds are over or a second comes.
 
     Streams still open then end as "abort"; connections whose client does not read that are cut.
+    Stops by itself when the engine has failed, and says so in the log when it is stuck.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, client: EngineClient, ready_message: str):
@@ -217,6 +243,7 @@ class Server(uvicorn.Server):
         self._client = client
         self._drain_seconds = config.drain_seconds
         self._ready_message = ready_message
+        self._was_stuck = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -236,6 +263,23 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         print(self._ready_message, flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._tell_whether_stuck()
+        if self._client.has_failed:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _tell_whether_stuck(self) -> None:
+        reason = self._client.stuck_reason
+        if self._was_stuck and reason is None:
+            logger.warning("the engine goes on; /health is as before")
+        elif not self._was_stuck and reason is not None:
+            logger.error(
+                "%s: /health answers 503 until it goes on; if it does not, stop and start again",
+                reason,
+            )
+        self._was_stuck = reason is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._client.drain()

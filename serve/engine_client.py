@@ -3,12 +3,29 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
 from qwen35_jax.engine.request import Request, TokenOutput
-from qwen35_jax.engine.thread import EngineError, EngineThread
+from qwen35_jax.engine.thread import EngineError, OutputReceiver
 
 OutputQueue = asyncio.Queue[TokenOutput | None]
+
+
+class EngineDriver(Protocol):
+    """What steps an engine beside this thread: an EngineProcess or an EngineThread."""
+
+    stuck_after_seconds: float
+
+    @property
+    def failure(self) -> EngineError | None: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def stuck_for(self) -> float: ...
+    def submit_soon(self, request: Request, on_output: OutputReceiver) -> Future[None]: ...
+    def abort(self, request_id: str) -> None: ...
 
 
 class Generation:
@@ -17,8 +34,8 @@ class Generation:
     Whoever has one calls `close` in the end, whatever happened: it aborts what still runs.
     """
 
-    def __init__(self, thread: EngineThread, live: "set[Generation]", request_ids: Sequence[str]):
-        self._thread = thread
+    def __init__(self, engine: EngineDriver, live: "set[Generation]", request_ids: Sequence[str]):
+        self._engine = engine
         self._live = live
         self._open = set(request_ids)
         self.queue: OutputQueue = asyncio.Queue()
@@ -45,12 +62,12 @@ class Generation:
         """Abort one request, whose outputs are wanted no more."""
         if request_id in self._open:
             self._open.discard(request_id)
-            self._thread.abort(request_id)
+            self._engine.abort(request_id)
 
     def abort(self) -> None:
         """Abort what still runs; the iterator gives each its "abort" without waiting for it."""
         for request_id in self._open:
-            self._thread.abort(request_id)
+            self._engine.abort(request_id)
             self.queue.put_nowait(TokenOutput(request_id, finish_reason="abort"))
 
     def close(self) -> None:
@@ -62,22 +79,35 @@ class Generation:
 
 
 class EngineClient:
-    """Async access to an EngineThread, from one event loop at a time."""
+    """Async access to an engine, from one event loop at a time."""
 
-    def __init__(self, thread: EngineThread):
-        self._thread = thread
+    def __init__(self, engine: EngineDriver):
+        self._engine = engine
         self._live: set[Generation] = set()
         self._draining = False
         self._mailbox: _Mailbox | None = None
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why requests are refused; None while they are taken."""
-        if self._thread.failure is not None:
-            return str(self._thread.failure)
-        if not self._thread.is_running:
+        """Why new requests are refused, or would only wait; None while all is well."""
+        if self._engine.failure is not None:
+            return str(self._engine.failure)
+        if not self._engine.is_running:
             return "the engine is closed"
-        return "the server is shutting down" if self._draining else None
+        return "the server is shutting down" if self._draining else self.stuck_reason
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine stopped by itself, for good."""
+        return self._engine.failure is not None
+
+    @property
+    def stuck_reason(self) -> str | None:
+        """Why the engine counts as stuck; None while it steps, or has nothing to do."""
+        seconds = self._engine.stuck_for
+        if seconds < self._engine.stuck_after_seconds:
+            return None
+        return f"the engine is stuck: requests wait, and no step has ended for {seconds:.1f} s"
 
     async def generate(self, requests: Sequence[Request]) -> Generation:
         """Submit requests; returns when the engine has taken all of them.
@@ -88,10 +118,10 @@ class EngineClient:
         if self._draining:
             raise EngineError("the server is shutting down")
         generation = Generation(
-            self._thread, self._live, [request.request_id for request in requests]
+            self._engine, self._live, [request.request_id for request in requests]
         )
         receive = partial(self._mailbox_here().put, generation.queue)
-        accepted = [self._thread.submit_soon(request, receive) for request in requests]
+        accepted = [self._engine.submit_soon(request, receive) for request in requests]
         try:
             await asyncio.gather(*map(asyncio.wrap_future, accepted))
         except BaseException:

@@ -12,13 +12,13 @@ import pytest
 
 from qwen35_jax.chat_template import ChatTemplate
 from qwen35_jax.config import EngineConfig
+from qwen35_jax.engine.runner import Runner
 from qwen35_jax.engine.text_stream import TextDelta
 from qwen35_jax.errors import InvalidRequestError
-from qwen35_jax.generate import main
+from qwen35_jax.generate import build_parser, main
 from qwen35_jax.llm import LLM
 from qwen35_jax.loading import LoadedEngine
 from qwen35_jax.sampling_params import SamplingParams
-from qwen35_jax.step import Step
 from tests.support.engines import default_llm, default_reopened, fast_compilation
 
 PROMPT = ChatTemplate.built_in().render(
@@ -77,7 +77,7 @@ def test_stdout_gets_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr()
     assert printed.out == text_of(PROMPT) + "\n"
     description, summary = printed.err.splitlines()
-    assert description == default_llm().loaded.description
+    assert description == f"qwen3.5-tiny: {default_llm().loaded.description}"
     assert summary.startswith("[8 tokens, cut off at --max-tokens 8; first after ")
     assert summary.endswith(" tokens/s]")
 
@@ -170,7 +170,9 @@ def test_flags_reach_the_request_and_the_engine(
     argv = (
         "some/model --prompt a --max-tokens 3 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 "
         "--stop x --stop y --ignore-eos --seed 5 --max-model-len 64 --max-num-seqs 2 "
-        "--dtype float32 --load-format dummy --numerics transformers"
+        "--dtype float32 --load-format dummy --numerics transformers --max-num-batched-tokens 317 "
+        "--gpu-memory-utilization 0.5 --kv-cache-tokens 1000 --block-size 16 "
+        "--compilation-cache-dir none --strict-compilation"
     )
     assert main(argv.split()) == 0
     params = SamplingParams(
@@ -186,6 +188,12 @@ def test_flags_reach_the_request_and_the_engine(
             dtype="float32",
             load_format="dummy",
             numerics="transformers",
+            max_num_batched_tokens=317,
+            gpu_memory_utilization=0.5,
+            kv_cache_tokens=1000,
+            block_size=16,
+            compilation_cache_dir="none",
+            strict_compilation=True,
             seed=5,
         )
     ]
@@ -197,6 +205,24 @@ def test_the_defaults_are_greedy_on_the_default_model(
     assert main(["--prompt", "a"]) == 0
     assert streamed == [("a", SamplingParams(temperature=0.0, max_tokens=128, seed=0))]
     assert configs == [EngineConfig()]
+
+
+def test_a_dry_run_prints_the_plan_and_asks_for_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    configs: list[EngineConfig],
+):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--dry-run", "--max-num-seqs", "3", "--max-model-len", "64"]) == 0
+    assert "\n3 sequences at once, each of up to 64 tokens" in capsys.readouterr().out
+    assert configs == []
+
+
+def test_help_explains_every_flag_and_every_field_of_the_config_has_one():
+    actions = build_parser()._actions
+    assert all(action.help for action in actions)
+    fields = set(EngineConfig.__dataclass_fields__)
+    assert fields <= {action.dest for action in actions}
 
 
 def test_one_token_has_no_rate(capsys: pytest.CaptureFixture[str], streamed: list[Any]):
@@ -212,7 +238,7 @@ def test_a_device_failure_is_one_line_and_exit_code_1(
     def fail(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand much more")
 
-    monkeypatch.setattr(Step, "prefill", fail)
+    monkeypatch.setattr(Runner, "dispatch", fail)
     assert main(ASK) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[1:] == [

@@ -156,7 +156,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if "forward" in places:
         places["forward"] = first_places(len(examples), per_skill, forward_per_skill)
     with LLM(arguments.model, max_num_seqs=MAX_NUM_SEQS) as llm:
-        print(llm.loaded.description, flush=True)
+        print(f"{llm.loaded.model_name}: {llm.loaded.description}", flush=True)
         if arguments.base_url is not None:
             doors.check_server(arguments.base_url, llm.loaded.model_name)
         answered: dict[str, Answers] = {}

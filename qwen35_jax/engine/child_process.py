@@ -122,7 +122,7 @@ class ChildProcess:
         if not self._ends_within(seconds):
             logger.warning("the engine process did not end within %g s: killing it", seconds)
             self._process.kill()
-            if not self._ends_within(seconds):
+            if not self._ends_within(SECONDS_TO_GO):
                 logger.error("the engine process %d can't be killed", self._process.pid)
         self._resources.close()
 

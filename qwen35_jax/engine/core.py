@@ -94,6 +94,11 @@ class ContinuousBatchingEngine:
     def has_work(self) -> bool:
         return bool(self._live or self._ended)
 
+    @property
+    def in_flight(self) -> Dispatched | None:
+        """The step that was dispatched and not yet collected: what a profile measures."""
+        return self._running
+
     def step(self) -> list[TokenOutput]:
         counter = self.compile_counter
         try:

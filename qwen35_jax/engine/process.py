@@ -35,7 +35,7 @@ from qwen35_jax.engine.messages import (
     exception_of,
 )
 from qwen35_jax.engine.request import FinishReason, Request, TokenOutput
-from qwen35_jax.engine.thread import EngineError, OutputReceiver
+from qwen35_jax.engine.thread import STUCK_AFTER_SECONDS, EngineError, OutputReceiver
 from qwen35_jax.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class EngineProcess:
 
     factory: "module:function"; the function takes `config` and returns an engine with what a door
         must know of it (process_main.LoadedEngine). It is imported in the new process only.
-    stuck_after_seconds: how long work may wait without the end of a step until `is_healthy` is
-        false.
-    close_seconds: how long `close` waits for the process before it is killed.
+    stuck_after_seconds: how long work may wait without the end of a step until the engine counts as
+        stuck. For who watches `stuck_for`, and for `close`.
+    close_seconds: how long `close` waits for the process before it is killed; not at all for a
+        stuck one.
 
     process_id: the operating system's. model_name, max_model_len, description: as in LoadedEngine.
     Log records of the process come out of the loggers of the same name here.
@@ -76,10 +77,10 @@ class EngineProcess:
         factory: str,
         config: EngineConfig,
         *,
-        stuck_after_seconds: float = 60.0,
+        stuck_after_seconds: float = STUCK_AFTER_SECONDS,
         close_seconds: float = 10.0,
     ):
-        self._stuck_after_seconds = positive_number("stuck_after_seconds", stuck_after_seconds)
+        self.stuck_after_seconds = positive_number("stuck_after_seconds", stuck_after_seconds)
         self._close_seconds = positive_number("close_seconds", close_seconds)
         self._load = Load(
             factory, config, logging.getLogger(__name__.partition(".")[0]).getEffectiveLevel()
@@ -142,11 +143,6 @@ class EngineProcess:
         """Seconds that work has waited since a step ended last; 0 where there is no work."""
         return time.monotonic() - self._last_progress if self._has_work() else 0.0
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the engine runs, and steps where there is work."""
-        return self.is_running and self.stuck_for < self._stuck_after_seconds
-
     def submit(self, request: Request, on_output: OutputReceiver) -> None:
         """Hand a request over and wait until the engine has taken it. Not for receivers.
 
@@ -167,8 +163,6 @@ class EngineProcess:
             if self._refusal is not None:
                 submission.accepted.set_exception(self._refusal)
             else:
-                if not self._has_work():
-                    self._last_progress = time.monotonic()
                 self._post(submission)
         return submission.accepted
 
@@ -192,6 +186,8 @@ class EngineProcess:
         return bool(self._receivers or self._pending or self._commands)
 
     def _post(self, command: _Submission | Abort) -> None:
+        if not self._has_work():
+            self._last_progress = time.monotonic()
         self._commands.append(command)
         if len(self._commands) == 1:
             self._wake()
@@ -220,9 +216,10 @@ class EngineProcess:
                 self._failure = _as_engine_error(error)
                 logger.error("%s; it takes no more requests", self._failure)
                 reason, error_text = "error", str(self._failure)
+        is_stuck = self.stuck_for >= self.stuck_after_seconds
         self._end(reason, error_text)
         if child is not None:
-            child.stop(self._close_seconds)
+            child.stop(0.0 if is_stuck else self._close_seconds)
 
     def _fail_start(self, error: BaseException) -> bool:
         """Give `error` to the constructor; False when that has returned."""

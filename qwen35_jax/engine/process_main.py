@@ -73,6 +73,7 @@ def main(directory: str) -> int:
     # Blocked by the parent until here, so that no Ctrl-C finds Python's own handler.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _open_closed_streams()
     _end_with_parent()
     with zmq.Context() as context, Parent(context, Path(directory)) as parent:
         return _load_and_run(parent)
@@ -242,6 +243,19 @@ def _load_and_run(parent: Parent) -> int:
 def _function(name: str) -> Callable[[EngineConfig], LoadedEngine]:
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
+
+
+def _open_closed_streams() -> None:
+    # Where the parent has none, the next file or socket would take their numbers, and get what
+    # compilers and drivers write to them.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Takes the lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_WRONLY), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 def _end_with_parent() -> None:

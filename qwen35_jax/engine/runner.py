@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -106,6 +107,8 @@ class Runner:
         self._programs: dict[tuple[int, int], Any] = {}
         self._admissions: dict[int, Any] = {}
         self._state = init_engine_state(params.config, sizes)
+        # What starting took, for reports.
+        self.compile_seconds = self.rehearse_seconds = 0.0
 
     @property
     def num_programs(self) -> int:
@@ -115,6 +118,7 @@ class Runner:
         self, *, progress: bool = False, compiler_options: dict[str, Any] | None = None
     ) -> None:
         """Compile every program, several at a time. compiler_options: XLA's."""
+        started = perf_counter()
         leaves, state = (_shapes_of(tree) for tree in (self._leaves, self._state))
 
         def compile_step(key: tuple[int, int]) -> Any:
@@ -146,14 +150,17 @@ class Runner:
                 future.add_done_callback(lambda _: bar.update())
             self._programs = {key: future.result() for key, future in steps.items()}
             self._admissions = {length: future.result() for length, future in admissions.items()}
+        self.compile_seconds = perf_counter() - started
 
     def rehearse(self) -> None:
         """Run every step program on padding, twice: the first run loads its kernels, the second
         records its CUDA graph. compile() must have been called."""
+        started = perf_counter()
         for rows, chunks in [*self._programs] * 2:
             packed = new_packed(rows, chunks)
             self._state, results = self._programs[rows, chunks](self._leaves, self._state, packed)
             jax.block_until_ready(results)
+        self.rehearse_seconds = perf_counter() - started
 
     def build(self, plan: StepPlan) -> Batch:
         """Lay a step's inputs out. Dispatch it before the scheduler plans another."""

@@ -6,12 +6,14 @@ An Engine is not thread-safe: everything that touches it runs here, between two 
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from qwen35_jax.config_fields import positive_number
 from qwen35_jax.engine.request import Engine, FinishReason, Request, TokenOutput
 from qwen35_jax.errors import InvalidRequestError
 
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 OutputReceiver = Callable[[TokenOutput], None]
 
 MAX_ERROR_CHARACTERS = 200
+# No step of a working engine takes near as long: a chunk of a prompt on a slow CPU takes seconds.
+STUCK_AFTER_SECONDS = 60.0
 
 
 class EngineError(Exception):
@@ -41,6 +45,9 @@ class _Abort:
 class EngineThread:
     """Owns `engine` and the thread that steps it until `close`. Also a context manager.
 
+    stuck_after_seconds: how long work may wait without the end of a step until the engine counts as
+        stuck. For who watches `stuck_for`; nothing else comes of it.
+
     Receivers are called on the engine's thread with every output of their request, the last one
     carrying a finish_reason: they must return at once. One that raises loses its request and
     nothing else.
@@ -49,7 +56,8 @@ class EngineThread:
     submits raise it.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, stuck_after_seconds: float = STUCK_AFTER_SECONDS):
+        self.stuck_after_seconds = positive_number("stuck_after_seconds", stuck_after_seconds)
         self._engine = engine
         self._changed = threading.Condition()
         self._commands: deque[_Submission | _Abort] = deque()
@@ -58,6 +66,8 @@ class EngineThread:
         self._failure: EngineError | None = None
         self._receivers: dict[str, OutputReceiver] = {}
         self._aborted: set[str] = set()
+        # When there was work to begin with, or a step ended; None while there is no work.
+        self._last_progress: float | None = None
         # A daemon, so that a forgotten close can't keep the interpreter from ending; atexit then
         # closes it, because a thread that is killed inside XLA can crash the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,6 +99,12 @@ class EngineThread:
     def in_flight(self) -> int:
         """How many accepted requests have not had their last output yet."""
         return len(self._receivers)
+
+    @property
+    def stuck_for(self) -> float:
+        """Seconds that work has waited since a step ended last; 0 where there is no work."""
+        last_progress = self._last_progress
+        return 0.0 if last_progress is None else time.monotonic() - last_progress
 
     def submit(self, request: Request, on_output: OutputReceiver) -> None:
         """Hand a request over and wait until the engine has taken it.
@@ -143,6 +159,7 @@ class EngineThread:
                 # its last output still to come.
                 if self._receivers or self._engine.has_work():
                     self._deliver(self._engine.step())
+                    self._last_progress = time.monotonic()
                     if self._receivers and not self._engine.has_work():
                         self._end_forgotten()
         except BaseException as error:
@@ -157,7 +174,10 @@ class EngineThread:
             while not (
                 self._closing or self._commands or self._receivers or self._engine.has_work()
             ):
+                self._last_progress = None
                 self._changed.wait()
+            if self._last_progress is None:
+                self._last_progress = time.monotonic()
             return not self._closing
 
     def _run_commands(self) -> None:
@@ -215,6 +235,7 @@ class EngineThread:
 
     def _end(self, reason: FinishReason, error: str | None) -> None:
         with self._changed:
+            self._last_progress = None
             self._refusal = self._failure or EngineError("the engine is closed")
             commands = tuple(self._commands)
             self._commands.clear()

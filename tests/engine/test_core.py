@@ -18,8 +18,8 @@ from qwen35_jax.engine.scheduler import Scheduler
 from qwen35_jax.errors import InvalidRequestError
 from qwen35_jax.model import delta_rule
 from qwen35_jax.model.paged import CachePools, StateSlots
-from qwen35_jax.step import Sizes
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.step import Sizes
 from tests.support.engines import two_layer_params
 from tests.support.models import COMPILE_FAST
 

@@ -11,8 +11,9 @@ import pytest
 from qwen35_jax.engine.fake import FakeEngine, hashed_id
 from qwen35_jax.engine.request import Request, TokenOutput
 from qwen35_jax.engine.thread import MAX_ERROR_CHARACTERS, EngineError, EngineThread
-from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.errors import ConfigError, InvalidRequestError
 from qwen35_jax.sampling_params import SamplingParams
+from tests.support.processes import wait_until
 
 VOCABULARY_SIZE = 320
 WAIT_SECONDS = 10
@@ -303,3 +304,31 @@ thread.submit(Request("a", (1,), params), lambda output: output.finish_reason an
     )
     assert done.returncode == 0, done.stderr
     assert "finish_reason='abort'" in done.stdout
+
+
+def test_work_that_no_step_moves_counts_as_stuck_until_one_does():
+    release = threading.Semaphore(0)
+
+    class GatedEngine(CountingEngine):
+        def step(self) -> list[TokenOutput]:
+            assert release.acquire(timeout=WAIT_SECONDS)
+            return super().step()
+
+    with EngineThread(GatedEngine(), stuck_after_seconds=0.05) as thread:
+        threading.Event().wait(0.1)
+        assert thread.stuck_for == 0
+        receiver = Receiver()
+        thread.submit(request(max_tokens=2), receiver)
+        wait_until(lambda: thread.stuck_for >= thread.stuck_after_seconds)
+        before = thread.stuck_for
+        release.release()
+        wait_until(lambda: thread.stuck_for < before)
+        release.release()
+        receiver.wait()
+        wait_until(lambda: thread.stuck_for == 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "1"])
+def test_seconds_that_nothing_can_be_stuck_for_are_refused(seconds: Any):
+    with pytest.raises(ConfigError, match="stuck_after_seconds must be a positive number"):
+        EngineThread(CountingEngine(), stuck_after_seconds=seconds)

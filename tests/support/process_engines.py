@@ -1,11 +1,14 @@
 """Factories for engine processes: fake engines whose prompts say what goes wrong. No jax here."""
 
+import json
 import logging
 import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine.fake import FakeEngine
@@ -16,6 +19,7 @@ logger = logging.getLogger("qwen35_jax.fake")
 
 VOCABULARY_SIZE = 320
 MAX_MODEL_LEN = 5000
+LONG_MODEL_LEN = 100_000
 
 # The first id of a prompt that makes the next step do so. Ids of the fake are below.
 RAISE = 1001
@@ -37,15 +41,11 @@ class Loaded:
 
 
 class TroubledEngine(FakeEngine):
-    """Does what the first id of a prompt says; each step takes a millisecond."""
+    """Does what the first id of a prompt says; a step takes a millisecond unless options say."""
 
-    def __init__(self, *, max_num_seqs: int):
-        super().__init__(
-            vocabulary_size=VOCABULARY_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max_num_seqs,
-            seconds_per_step=0.001,
-        )
+    def __init__(self, **options: Any):
+        defaults = {"max_model_len": MAX_MODEL_LEN, "seconds_per_step": 0.001}
+        super().__init__(vocabulary_size=VOCABULARY_SIZE, **defaults | options)
         self._trouble: dict[int, str] = {}
 
     def submit(self, request: Request) -> None:
@@ -75,6 +75,27 @@ def load(config: EngineConfig) -> Loaded:
     return Loaded(TroubledEngine(max_num_seqs=config.max_num_seqs))
 
 
+def load_long(config: EngineConfig) -> Loaded:
+    """For requests that take minutes; each id is 1."""
+    engine = TroubledEngine(
+        script=lambda prompt: (1,), max_model_len=LONG_MODEL_LEN, seconds_per_step=0.005
+    )
+    return Loaded(engine, max_model_len=LONG_MODEL_LEN)
+
+
+def load_and_tell_files(config: EngineConfig) -> Loaded:
+    """description: where this process's descriptors go, and which ones its children would get."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    found: dict[int, str] = {}
+    for number in numbers:
+        # That of the listing itself is closed.
+        with suppress(FileNotFoundError):
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    inheritable = [number for number in found if os.get_inheritable(number)]
+    loaded = load(config)
+    return replace(loaded, description=json.dumps([found, inheritable]))
+
+
 def load_for_ever(config: EngineConfig) -> Loaded:
     logger.info("loading for ever in %d", os.getpid())
     time.sleep(3600)
@@ -83,6 +104,10 @@ def load_for_ever(config: EngineConfig) -> Loaded:
 
 def refuse_config(config: EngineConfig) -> Loaded:
     raise ConfigError(f"max_model_len {config.max_model_len} is too much; ask for less")
+
+
+def tell_config(config: EngineConfig) -> Loaded:
+    raise ConfigError(json.dumps(asdict(config)))
 
 
 def refuse_checkpoint(config: EngineConfig) -> Loaded:
