@@ -50,7 +50,7 @@ def llm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
     def load(config: EngineConfig) -> LoadedEngine:
         return LoadedEngine(
-            engine=FakeEngine(vocabulary_size=VOCABULARY_SIZE, max_model_len=2000),
+            engine=cast(Any, FakeEngine(vocabulary_size=VOCABULARY_SIZE, max_model_len=2000)),
             params=two_layer_params(),
             tokenizer=Tokenizer.from_directory(directory),
             directory=directory,
