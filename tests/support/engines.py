@@ -1,7 +1,8 @@
 """Engines on tiny models for tests that run many: compiled fast, and once a process."""
 
 import copy
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -18,12 +20,12 @@ from qwen35_jax.engine.core import ContinuousBatchingEngine
 from qwen35_jax.engine.request import Engine, Request, TokenOutput
 from qwen35_jax.engine.scheduler import Scheduler
 from qwen35_jax.llm import LLM
-from qwen35_jax.loading import LoadedEngine
-from qwen35_jax.model.transformer import Qwen35
+from qwen35_jax.loading import LoadedEngine, load_engine
+from qwen35_jax.model.transformer import Qwen35, forward
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.step import init_engine_state
 from tests.support.checkpoints import LONG_PREFIX, write_config, write_shards
-from tests.support.models import filled
+from tests.support.models import COMPILE_FAST, filled
 from tests.support.tiny_models import TINY_CONFIGS, is_stored_float32, tiny_weights
 from tests.support.tiny_tokenizer import END_OF_TEXT_ID, write_tiny_tokenizer
 
@@ -69,6 +71,47 @@ def write_two_layer_checkpoint(directory: Path) -> Path:
     write_shards(directory, tensors)
     write_tiny_tokenizer(directory)
     return directory
+
+
+def small_engine_config(directory: Path, **changes: Any) -> EngineConfig:
+    """In float32, and small: nine sequences of up to 2,304 tokens, five chunks of prompt a step.
+
+    directory: what write_two_layer_checkpoint wrote.
+    """
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 2304,
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 317,
+        "block_size": 16,
+        "kv_cache_tokens": 4608,
+    }
+    return EngineConfig(model=str(directory), **options | changes)
+
+
+@cache
+def small_loaded() -> LoadedEngine:
+    """The engine of small_engine_config, for tests to reopen: nobody runs or closes this one."""
+    with fast_compilation(), tempfile.TemporaryDirectory() as name:
+        return load_engine(small_engine_config(write_two_layer_checkpoint(Path(name))))
+
+
+def small_reopened(**limits: Any) -> ContinuousBatchingEngine:
+    """A fresh engine with its programs; limits: `reopened`'s."""
+    return reopened(small_loaded().engine, **limits)
+
+
+@cache
+def small_reference() -> Callable[[list[int]], np.ndarray]:
+    """Ids -> its model's logits after each, [T, V] float32, by the plain forward pass."""
+    compiled = jax.jit(forward, compiler_options=COMPILE_FAST)
+    params = small_loaded().params
+
+    def logits(ids: list[int]) -> np.ndarray:
+        padding = [0] * (-len(ids) % 512)
+        return np.asarray(compiled(params, jnp.asarray([ids + padding]))[0, : len(ids)])
+
+    return logits
 
 
 @cache
