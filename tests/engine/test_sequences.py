@@ -131,7 +131,9 @@ def test_two_thousand_greedy_tokens_are_the_whole_forwards():
     ids = ids_of(run(engine, [Request("long", prompt, one)])["long"])
     assert len(ids) == 2000
     row = np.array([*prompt, *ids], np.int32)
-    logits = np.asarray(forward(params, jnp.asarray(row[None])))[0, len(prompt) - 1 : -1, :VOCABULARY]
+    logits = np.asarray(forward(params, jnp.asarray(row[None])))[
+        0, len(prompt) - 1 : -1, :VOCABULARY
+    ]
     behind = logits.max(-1) - np.take_along_axis(logits, row[len(prompt) :, None], -1)[:, 0]
     assert behind.max() < 1e-3
     # Of the last slot state against the same tokens in one piece: the carried error of 2,000 steps.
