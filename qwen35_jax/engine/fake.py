@@ -105,7 +105,8 @@ class FakeEngine:
         """One token for every running request, after letting waiting ones in."""
         self._steps += 1
         outputs = [TokenOutput(request_id, finish_reason="abort") for request_id in self._aborted]
-        self._finished["abort"] += len(self._aborted)
+        if self._aborted:
+            self._finished["abort"] += len(self._aborted)
         self._aborted.clear()
         while self._waiting and len(self._running) < self._max_num_seqs:
             row = self._waiting.popleft()

@@ -1,6 +1,7 @@
 """Continuous batching: whatever runs beside a request, it gets what it gets alone."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,8 @@ def assert_same(mixed: list[TokenOutput], alone: list[TokenOutput]) -> None:
     for one, other in zip(mixed, alone, strict=True):
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
         for name in ("logprobs", "prompt_logprobs"):
-            entries, others = getattr(one, name), getattr(other, name)
+            entries: Any = getattr(one, name)
+            others: Any = getattr(other, name)
             assert (entries is None) == (others is None)
             for entry, other_entry in zip(entries or (), others or (), strict=True):
                 assert (entry is None) == (other_entry is None)

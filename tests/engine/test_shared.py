@@ -87,7 +87,7 @@ def test_a_cancelled_task_ends_its_request_and_no_other(engine: FakeEngine):
                     task.cancel()
         return ids
 
-    async def both() -> list[object]:
+    async def both() -> tuple[object, object]:
         return await asyncio.gather(one("gone", 1, 3), one("kept", 2), return_exceptions=True)
 
     gone, kept = asyncio.run(both())
