@@ -46,13 +46,17 @@ def assert_same(mixed: list[TokenOutput], alone: list[TokenOutput]) -> None:
     for one, other in zip(mixed, alone, strict=True):
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
         for name in ("logprobs", "prompt_logprobs"):
-            entries: Any = getattr(one, name)
-            others: Any = getattr(other, name)
-            assert (entries is None) == (others is None)
-            for entry, other_entry in zip(entries or (), others or (), strict=True):
+            for entry, other_entry in zip(
+                entries_of(one, name), entries_of(other, name), strict=True
+            ):
                 assert (entry is None) == (other_entry is None)
                 if entry is not None:
                     assert entry.token == pytest.approx(other_entry.token, abs=LOGPROB_TOLERANCE)
                     values = [value for _, value in entry.top]
                     expected = [value for _, value in other_entry.top]
                     assert values == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+
+
+def entries_of(output: TokenOutput, name: str) -> list[Any]:
+    """Log-probabilities, [None] where there are none."""
+    return list(getattr(output, name) or [None])
