@@ -1,5 +1,6 @@
 """What every test runs under: JAX on the CPU, no network."""
 
+import logging
 import os
 
 # Before any import of jax, which reads it once.
@@ -44,3 +45,13 @@ def _no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", connect)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Commands set up logging for a process of their own; give this one's back."""
+    package, root = logging.getLogger("qwen35_jax"), logging.getLogger()
+    before = (package.handlers, package.propagate, package.level, list(root.handlers))
+    yield
+    package.handlers, package.propagate, level, root.handlers = before
+    package.setLevel(level)

@@ -1,7 +1,6 @@
 """The command line: help, exit codes, and one line for whatever the user can mend."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -38,16 +37,6 @@ FLAGS = {
         *("--prompt-lengths", "--steps", "--reference-device", "--reference-python", "--json"),
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_logging() -> Iterator[None]:
-    """Commands set up logging for a process of their own; give this one's back."""
-    package, root = logging.getLogger("qwen35_jax"), logging.getLogger()
-    before = (package.handlers, package.propagate, package.level, list(root.handlers))
-    yield
-    package.handlers, package.propagate, level, root.handlers = before
-    package.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)
