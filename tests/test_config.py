@@ -181,7 +181,7 @@ def test_engine_defaults_are_valid() -> None:
         ("numerics", ["fast", None, []]),
         ("max_model_len", [0, -1, True, 1.5, "8", []]),
         ("max_num_seqs", [0, -1, True, 1.5, "8", None]),
-        ("max_num_batched_tokens", [0, -1, True, 1.5, "8", None]),
+        ("max_num_batched_tokens", [0, -1, True, 1.5, "8"]),
         ("gpu_memory_utilization", [0, -0.5, True, "0.9", None, math.nan, math.inf, 1.0, 0.98]),
         ("kv_cache_tokens", [0, -1, True, 1.5, "8"]),
         ("block_size", [0, 8, 48, 512, True, "64", None]),

@@ -1,101 +1,97 @@
-"""Continuous batching: whatever runs beside a request, it gets what it gets alone."""
+"""The engine core: refusals, aborts, failures, and what comes with the tokens."""
 
-import math
 import random
-from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from qwen35_jax.engine import plan
 from qwen35_jax.engine.core import ContinuousBatchingEngine
-from qwen35_jax.engine.request import Request, TokenOutput
+from qwen35_jax.engine.request import Request
 from qwen35_jax.errors import InvalidRequestError
-from qwen35_jax.model import delta_rule
-from qwen35_jax.model.paged import CachePools, StateSlots
 from qwen35_jax.sampling_params import SamplingParams
-from tests.support.engines import ids_of, two_layer_params
-from tests.support.small_engine import PAGE, VOCABULARY, make_engine, random_request, run
+from tests.support.engines import Outputs, ids_of, request, run, small_reopened
+from tests.support.mixed_requests import VOCABULARY_SIZE, pools_of, random_prompt, random_request
 
 
 @pytest.fixture(scope="module")
-def params():
-    return two_layer_params()
+def engine() -> ContinuousBatchingEngine:
+    return small_reopened(max_model_len=256)
 
 
-@pytest.fixture(scope="module")
-def engine(params):
-    return make_engine(params)
+@pytest.fixture(autouse=True)
+def _leaves_no_work(engine: ContinuousBatchingEngine) -> Iterator[None]:
+    before = pools_of(engine)
+    yield
+    assert not engine.has_work()
+    assert pools_of(engine) == before
+    engine.scheduler.check_invariants()
 
 
-def test_two_hundred_requests_together_get_what_each_gets_alone(params, engine):
-    requests = [random_request(f"r{number}", number) for number in range(200)]
-    # A pool a little over what the largest needs, so that sequences are preempted.
-    largest = max(len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests)
-    small = make_engine(params, pages=math.ceil(1.2 * largest / PAGE))
-    free = small.scheduler.num_free_pages, small.scheduler.num_free_slots
-    chance = random.Random(0)
-    aborted = {one.request_id for one in requests if chance.random() < 0.15}
-    together = run(small, requests, arrivals=chance, aborted=aborted)
-    assert small.scheduler.num_preemptions >= 20
-    assert (small.scheduler.num_free_pages, small.scheduler.num_free_slots) == free
-    reasons = Counter(outputs[-1].finish_reason for outputs in together.values())
-    assert min(reasons[reason] for reason in ("stop", "length", "abort")) >= 10, reasons
-    for request in requests:
-        alone = run(engine, [request])[request.request_id]
-        mixed = together[request.request_id]
-        if mixed[-1].finish_reason == "abort":
-            assert ids_of(mixed) == ids_of(alone)[: len(ids_of(mixed))], request
-            continue
-        assert ids_of(mixed) == ids_of(alone), request
-        assert mixed[-1].finish_reason == alone[-1].finish_reason
-        for one, other in zip(mixed, alone, strict=True):
-            if request.params.logprobs is not None:
-                assert one.logprobs is not None and other.logprobs is not None
-                assert one.logprobs[0].token == pytest.approx(other.logprobs[0].token, abs=1e-3)
-                assert len(one.logprobs[0].top) == 3
-    small.close()
+def requests_of(seed: int, count: int) -> list[Request]:
+    draw = random.Random(seed)
+    return [random_request(f"r{number}", draw) for number in range(count)]
 
 
-def test_prompts_are_cut_as_the_delta_rule_computes_them():
-    assert plan.CHUNK == delta_rule.CHUNK
+def alone(engine: ContinuousBatchingEngine, requests: list[Request]) -> dict[str, list[int]]:
+    return {one.request_id: ids_of(run(engine, one)[one.request_id]) for one in requests}
 
 
-def test_aborts_end_their_request_and_nothing_else(engine):
-    requests = [random_request(f"a{number}", number) for number in range(12)]
-    alone = {
-        request.request_id: ids_of(run(engine, [request])[request.request_id])
-        for request in requests
-    }
-    outputs: dict[str, list[TokenOutput]] = defaultdict(list)
-    for request in requests:
-        engine.submit(request)
-    steps = 0
-    aborted = [f"a{number}" for number in (0, 3, 4, 11)]
-    while engine.has_work():
-        if steps < len(aborted):
-            engine.abort(aborted[steps])
+def test_aborts_end_their_request_and_nothing_else(engine: ContinuousBatchingEngine):
+    requests = requests_of(0, 12)
+    expected = alone(engine, requests)
+    outputs: Outputs = {one.request_id: [] for one in requests}
+    for one in requests:
+        engine.submit(one)
+    # Four that run and wait, one a step.
+    for name in ("r0", "r3", "r4", "r11"):
+        engine.abort(name)
+        free = pools_of(engine)
+        engine.abort(name)
+        assert pools_of(engine) == free
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.scheduler.check_invariants()
-        steps += 1
-    for name, ids in alone.items():
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.scheduler.check_invariants()
+    ended = {name: found[-1].finish_reason for name, found in outputs.items()}
+    assert [name for name, reason in ended.items() if reason == "abort"] == [
+        "r0",
+        "r3",
+        "r4",
+        "r11",
+    ]
+    for name, ids in expected.items():
         got = ids_of(outputs[name])
-        assert outputs[name][-1].finish_reason is not None
-        if name in aborted and outputs[name][-1].finish_reason == "abort":
-            assert got == ids[: len(got)]
-        else:
-            assert got == ids
+        assert got == (ids[: len(got)] if ended[name] == "abort" else ids)
 
 
-def test_prompt_logprobs_come_once_whatever_the_pieces(engine):
-    prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, 200).tolist())
-    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
-    others = [random_request(f"o{number}", number) for number in range(5)]
-    outputs = run(engine, [Request("p", prompt, params), *others])["p"]
+def test_an_abort_of_what_is_not_there_does_nothing(engine: ContinuousBatchingEngine):
+    engine.abort("never")
+    assert engine.step() == []
+
+
+def test_a_dropped_request_is_gone_within_two_steps(engine: ContinuousBatchingEngine):
+    before = pools_of(engine)
+    prompts = {"decodes": 5, "prefills": 250, "waits": 9}
+    for name, length in prompts.items():
+        engine.submit(request(name, random_prompt(random.Random(0), length), max_tokens=None))
+        engine.step()
+    for name in prompts:
+        engine.abort(name)
+    ended = [*engine.step(), *engine.step()]
+    assert {output.request_id for output in ended if output.finish_reason == "abort"} == {*prompts}
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
+    assert pools_of(engine) == before
+
+
+def test_prompt_logprobs_come_once_whatever_the_pieces(engine: ContinuousBatchingEngine):
+    prompt = random_prompt(random.Random(0), 200)
+    asked = request("p", prompt, max_tokens=3, prompt_logprobs=2)
+    outputs = run(engine, asked, *requests_of(1, 5))["p"]
     found = outputs[0].prompt_logprobs
     assert found is not None and len(found) == 200 and found[0] is None
     assert all(output.prompt_logprobs is None for output in outputs[1:])
@@ -104,23 +100,50 @@ def test_prompt_logprobs_come_once_whatever_the_pieces(engine):
     assert all(len(entry.top) == 2 and entry.token <= entry.top[0][1] + 1e-6 for entry in entries)
 
 
-def test_requests_that_can_never_run_are_refused_by_name(engine):
-    for params, param in (
-        (SamplingParams(logit_bias={VOCABULARY: 1.0}), "logit_bias"),
-        (SamplingParams(stop_token_ids=[VOCABULARY]), "stop_token_ids"),
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(logit_bias={VOCABULARY_SIZE: 1.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=[VOCABULARY_SIZE]), "stop_token_ids"),
         (SamplingParams(min_tokens=60, max_tokens=100), "min_tokens"),
-    ):
-        with pytest.raises(InvalidRequestError) as caught:
-            engine.submit(Request("x", (1,) * 200, params))
-        assert caught.value.param == param
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_can_never_be_met_are_refused_by_name(
+    engine: ContinuousBatchingEngine, params: SamplingParams, param: str
+):
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.submit(Request("x", (1,) * 200, params))
+    assert caught.value.param == param
+
+
+def test_what_no_pool_could_ever_hold_is_refused_with_what_would_fit():
+    # Nine pages of 16 tokens: 144.
+    engine = small_reopened(num_pages=10)
+    run(engine, request("fits", (1,) * 100, max_tokens=45))
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.submit(request("too long", (1,) * 100, max_tokens=46))
+    assert caught.value.param == "max_tokens"
     assert not engine.has_work()
 
 
-def test_a_device_failure_ends_what_runs_and_the_engine_goes_on(engine, monkeypatch):
-    request = random_request("d", 1)
-    alone = ids_of(run(engine, [request])["d"])
-    engine.submit(request)
-    engine.submit(random_request("e", 2))
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(engine: ContinuousBatchingEngine):
+    first = request("same", (1, 2), max_tokens=5)
+    engine.submit(first)
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.submit(request("same", (3,), max_tokens=9))
+    assert caught.value.param == "request_id"
+    assert len(ids_of(run(engine)["same"])) == 5
+
+
+def test_a_device_failure_ends_what_runs_and_the_engine_goes_on(
+    engine: ContinuousBatchingEngine, monkeypatch: pytest.MonkeyPatch
+):
+    requests = requests_of(2, 2)
+    expected = alone(engine, requests)
+    failures = engine.stats().device_failures
+    for one in requests:
+        engine.submit(one)
     engine.step()
 
     def fail(*_: object) -> None:
@@ -129,19 +152,21 @@ def test_a_device_failure_ends_what_runs_and_the_engine_goes_on(engine, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "dispatch", fail)
         ended = engine.step()
-    assert {output.request_id for output in ended} == {"d", "e"}
+    assert {output.request_id for output in ended} == {"r0", "r1"}
     for output in ended:
         assert output.error == "the device failed: RESOURCE_EXHAUSTED: out of memory"
-    engine.scheduler.check_invariants()
+    assert engine.stats().device_failures == failures + 1
     assert not engine.has_work()
-    assert ids_of(run(engine, [request])["d"]) == alone
+    assert alone(engine, requests) == expected
 
 
 @pytest.mark.parametrize("place", ["dispatch", "collect"])
-def test_an_interrupt_ends_what_runs_and_is_raised(engine, monkeypatch, place: str):
-    request = random_request("i", 1)
-    alone = ids_of(run(engine, [request])["i"])
-    engine.submit(request)
+def test_an_interrupt_ends_what_runs_and_is_raised(
+    engine: ContinuousBatchingEngine, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    asked = request("i", (4, 5), max_tokens=12)
+    expected = alone(engine, [asked])
+    engine.submit(asked)
     engine.step()
 
     def interrupt(*_: object) -> None:
@@ -153,39 +178,4 @@ def test_an_interrupt_ends_what_runs_and_is_raised(engine, monkeypatch, place: s
             engine.step()
     (output,) = engine.step()
     assert (output.request_id, output.error) == ("i", "a step was interrupted")
-    assert ids_of(run(engine, [request])["i"]) == alone
-
-
-def test_rows_that_are_not_finite_end_alone(engine):
-    requests = [random_request(f"n{number}", number) for number in range(4)]
-    alone = {one.request_id: ids_of(run(engine, [one])[one.request_id]) for one in requests}
-    for one in requests:
-        engine.submit(one)
-    outputs: dict[str, list[TokenOutput]] = defaultdict(list)
-    for output in engine.step():
-        outputs[output.request_id].append(output)
-    poisoned = requests[1].request_id
-    poison(engine, engine._live[poisoned].sequence.slot)
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    for name, ids in alone.items():
-        if name == poisoned:
-            assert outputs[name][-1].error == "the model's logits are not finite numbers"
-        else:
-            assert ids_of(outputs[name]) == ids
-    # Its slot and pages serve the next one as if nothing had been.
-    again = run(engine, requests)
-    assert {name: ids_of(found) for name, found in again.items()} == alone
-
-
-def poison(engine: ContinuousBatchingEngine, slot: int) -> None:
-    """Write NaN into one sequence's recurrent state, as a broken kernel would."""
-    state = engine.runner._state
-    layers = tuple(
-        replace(layer, recurrent=layer.recurrent.at[slot].set(jnp.nan))
-        if isinstance(layer, StateSlots)
-        else layer
-        for layer in state.pools.layers
-    )
-    engine.runner._state = replace(state, pools=CachePools(layers))
+    assert alone(engine, [asked]) == expected
