@@ -81,7 +81,7 @@ def seconds_a_call(
 
 @jax.jit(static_argnums=(0, 1))
 def _numbers(rows: int, columns: int) -> jax.Array:
-    """[rows, columns] bf16 in [-0.5, 0.5), all different enough: zeros run faster than data. Made
+    """[rows, columns] bf16 in [-0.5, 0.5], different enough: zeros run faster than data. Made
     in one pass, for a random generator would need several times the array."""
     row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
     column = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 1)

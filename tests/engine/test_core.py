@@ -43,8 +43,9 @@ def test_aborts_end_their_request_and_nothing_else(engine: ContinuousBatchingEng
     outputs: Outputs = {one.request_id: [] for one in requests}
     for one in requests:
         engine.submit(one)
-    # Four that run and wait, one a step.
-    for name in ("r0", "r3", "r4", "r11"):
+    # They run and wait; one a step.
+    aborted = ["r0", "r3", "r4", "r11"]
+    for name in aborted:
         engine.abort(name)
         free = pools_of(engine)
         engine.abort(name)
