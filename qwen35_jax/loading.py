@@ -103,7 +103,7 @@ def plan_for(files: ModelFiles, config: EngineConfig) -> MemoryPlan:
 
 
 def max_num_batched_tokens(config: EngineConfig) -> int:
-    """Tokens of one step. Raises ConfigError where the device's usual number has no room."""
+    """Tokens of one step."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     usual = CPU_BATCHED_TOKENS if jax.default_backend() == "cpu" else GPU_BATCHED_TOKENS

@@ -1,5 +1,6 @@
 """From a config to an engine: what is checked before the weights, and what a second start saves."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,20 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from qwen35_jax.compile_cache import CompileCounter
 from qwen35_jax.config import EngineConfig
+from qwen35_jax.engine.plan import CHUNK
+from qwen35_jax.engine.runner import Runner
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.loading import load_engine, max_num_batched_tokens, plan_for
 from qwen35_jax.model_files import find_model
-from tests.support.engines import fast_compilation, write_two_layer_checkpoint
+from tests.support.engines import (
+    fast_compilation,
+    ids_of,
+    request,
+    run,
+    small_engine_config,
+    write_two_layer_checkpoint,
+)
+from tests.support.tiny_tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, VOCABULARY_SIZE
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +114,92 @@ def test_what_cannot_be_is_told_before_the_weights_are_read(
     monkeypatch.setattr("qwen35_jax.loading.load_or_make_params", never)
     with pytest.raises(ConfigError, match=rf"(?i){said}"):
         load_engine(EngineConfig(model=directory, **options))
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_an_engine_has_the_limits_of_its_config_and_takes_the_memory_of_its_plan(directory: str):
+    before = live_bytes()
+    config = small_engine_config(Path(directory), seed=5)
+    loaded = load_engine(config)
+    plan, engine, scheduler = loaded.memory_plan, loaded.engine, loaded.engine.scheduler
+    assert live_bytes() - before == plan.weight_bytes + plan.state_bytes + plan.kv_bytes
+    assert (scheduler.max_num_seqs, scheduler.page_size) == (9, 16)
+    assert (scheduler.max_num_batched_tokens, scheduler.max_chunks) == (317, -(-317 // CHUNK))
+    assert engine.stats().kv_tokens == plan.kv_tokens == 4608
+    assert (loaded.max_model_len, engine.max_model_len, engine.seed) == (2304, 2304, 5)
+    # The model's own vocabulary is padded; ends are those of config and tokenizer.
+    assert (engine.vocabulary_size, loaded.params.config.vocab_size) == (VOCABULARY_SIZE, 384)
+    assert engine.stop_token_ids == {END_OF_TEXT_ID, END_OF_TURN_ID}
+    engine.close()
+    assert live_bytes() - before == plan.weight_bytes
+
+
+def test_more_sequences_than_fit_start_with_what_fits_and_it_is_said(
+    directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    few = small_engine_config(Path(directory), max_num_batched_tokens=None, kv_cache_tokens=None)
+    budget = plan_for(find_model(few), few).used_bytes + 10**6
+    monkeypatch.setattr("qwen35_jax.loading.memory_budget", lambda *_, **__: budget)
+    config = small_engine_config(
+        Path(directory), max_num_seqs=1024, max_num_batched_tokens=1100, kv_cache_tokens=None
+    )
+    caplog.set_level(logging.INFO, "qwen35_jax")
+    plan = plan_for(find_model(config), config)
+    fitting = plan.max_num_seqs
+    assert 1 <= fitting < 100
+    loaded = load_engine(config)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"max_num_seqs 1024 does not fit: {fitting} sequences run at once" in warning
+    assert plan.table() in caplog.text
+    requests = [request(f"r{number}", (number + 1,), max_tokens=3) for number in range(2 * fitting)]
+    outputs = run(loaded.engine, *requests)
+    assert loaded.engine.stats().max_num_seqs == fitting
+    assert {len(ids_of(outputs[one.request_id])) for one in requests} == {3}
+    loaded.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore"),
+            ConfigError,
+            "does not fit on cpu as planned: RESOURCE_EXHAUSTED: no memory; lower",
+        ),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+    ],
+    ids=["no memory", "Ctrl-C"],
+)
+@pytest.mark.parametrize("place", ["compile", "rehearse"])
+def test_a_start_that_fails_gives_everything_back(
+    directory: str,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: BaseException,
+    raised: type[BaseException],
+    said: str,
+):
+    counters: list[CompileCounter] = []
+
+    class Recorded(CompileCounter):
+        def close(self) -> None:
+            super().close()
+            counters.append(self)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Runner, "compile", lambda *_, **__: None)
+    monkeypatch.setattr(Runner, place, fail)
+    monkeypatch.setattr("qwen35_jax.loading.CompileCounter", Recorded)
+    before = live_bytes()
+    with pytest.raises(raised) as caught:
+        load_engine(small_engine_config(Path(directory)))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert len(counters) == 1
+    del caught
+    assert live_bytes() == before

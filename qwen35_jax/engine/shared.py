@@ -40,6 +40,9 @@ class SharedEngine:
     def _submit(self, request: Request, inbox: "Inbox") -> None:
         with self._lock:
             self._abort_unwanted()
+            # A task may be cancelled while its thread waits here, which nothing cancels.
+            if inbox.is_left:
+                return
             # First, so that an interrupt leaves nothing that nobody aborts.
             self._inboxes[request.request_id] = inbox
             try:
@@ -96,18 +99,20 @@ class SharedEngine:
 class Inbox:
     """What comes of the requests submitted through it. A context manager: leaving aborts the rest.
 
-    outputs: not taken yet.
+    outputs: not taken yet. is_left: what is submitted from then on does not run.
     """
 
     def __init__(self, engine: SharedEngine):
         self._engine = engine
         self._request_ids: list[str] = []
         self.outputs: deque[TokenOutput] = deque()
+        self.is_left = False
 
     def __enter__(self) -> "Inbox":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.is_left = True
         self._engine._abort(self._request_ids)
 
     def submit(self, request: Request) -> None:

@@ -152,3 +152,167 @@ def test_requests_that_the_engine_lost_end_the_wait(engine: FakeEngine):
         inbox.submit(request("lost"))
         engine._waiting.clear()
         assert inbox.receive() == []
+
+
+# With the engine in the middle of a step
+
+
+WAIT_SECONDS = 30
+
+
+class HeldEngine(FakeEngine):
+    """Stands still in a step until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary_size=VOCABULARY, max_num_seqs=64)
+        self.is_in_step = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def step(self) -> list[TokenOutput]:
+        self.is_in_step.set()
+        assert self.may_go_on.wait(WAIT_SECONDS)
+        return super().step()
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.001)
+
+
+def test_leaving_does_not_wait_for_a_step_in_another_thread():
+    engine = HeldEngine()
+    shared = SharedEngine(engine)
+    with ThreadPoolExecutor(1) as threads, shared.inbox() as stays:
+        stays.submit(request("stays"))
+        with shared.inbox() as leaves:
+            leaves.submit(request("leaves", max_tokens=100))
+            receiving = threads.submit(receive_all, stays)
+            assert engine.is_in_step.wait(WAIT_SECONDS)
+        engine.may_go_on.set()
+        assert receiving.result(WAIT_SECONDS) == expected(1)
+    assert engine.stats().finished == {"abort": 1, "length": 1}
+
+
+def test_a_task_that_is_cancelled_while_it_waits_for_a_common_step_stops_nobody_else():
+    engine = HeldEngine()
+    shared = SharedEngine(engine)
+    gone, kept = shared.inbox(), shared.inbox()
+    gone.submit(request("gone", 1))
+    kept.submit(request("kept", 2))
+
+    async def one(inbox: Inbox) -> list[int]:
+        ids: list[int] = []
+        with inbox:
+            while outputs := await inbox.receive_async():
+                ids += [token_id for output in outputs for token_id in output.token_ids]
+        return ids
+
+    async def both() -> list[int]:
+        tasks = [asyncio.create_task(one(inbox)) for inbox in (gone, kept)]
+        await until(engine.is_in_step)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        engine.may_go_on.set()
+        return await tasks[1]
+
+    assert asyncio.run(both()) == expected(2)
+    assert engine.stats().finished == {"abort": 1, "length": 1}
+
+
+def test_a_task_that_is_cancelled_while_it_submits_leaves_no_request():
+    engine = HeldEngine()
+    shared = SharedEngine(engine)
+    stays, leaves = shared.inbox(), shared.inbox()
+    stays.submit(request("stays"))
+
+    async def submit() -> None:
+        with leaves:
+            await asyncio.to_thread(leaves.submit, request("leaves", max_tokens=100))
+
+    async def cancel_it() -> None:
+        stepping = asyncio.create_task(stays.receive_async())
+        await until(engine.is_in_step)
+        # It waits for the step in a thread that nobody can cancel.
+        submitting = asyncio.create_task(submit())
+        await asyncio.sleep(0.05)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        engine.may_go_on.set()
+        await stepping
+
+    asyncio.run(cancel_it())
+    receive_all(stays)
+    assert not engine.has_work()
+    assert engine.stats().finished == {"length": 1}
+
+
+# Ends and errors
+
+
+def test_one_request_of_an_inbox_can_be_ended(engine: FakeEngine):
+    shared = SharedEngine(engine)
+    with shared.inbox() as inbox:
+        inbox.submit(request("a", 1))
+        inbox.submit(request("b", 2))
+        inbox.receive()
+        inbox.abort("a")
+        inbox.abort("never was")
+        assert receive_all(inbox) == expected(2)[1:]
+    assert engine.stats().finished == {"abort": 1, "length": 1}
+
+
+def test_threads_and_the_tasks_of_two_loops_share_an_engine(engine: FakeEngine):
+    shared = SharedEngine(engine)
+
+    async def task(number: int) -> list[int]:
+        ids: list[int] = []
+        with shared.inbox() as inbox:
+            await asyncio.to_thread(inbox.submit, request(f"r{number}", number))
+            while outputs := await inbox.receive_async():
+                ids += [token_id for output in outputs for token_id in output.token_ids]
+        return ids
+
+    async def tasks(first: int) -> list[list[int]]:
+        return await asyncio.gather(*map(task, range(first, first + 5)))
+
+    def loop(first: int) -> list[list[int]]:
+        return asyncio.run(tasks(first))
+
+    def thread(number: int) -> list[list[int]]:
+        with shared.inbox() as inbox:
+            inbox.submit(request(f"r{number}", number))
+            return [receive_all(inbox)]
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(loop, 0), threads.submit(loop, 5)]
+        running += [threads.submit(thread, 10), threads.submit(thread, 11)]
+        found = [ids for one in running for ids in one.result(WAIT_SECONDS)]
+    assert found == [expected(number) for number in range(12)]
+
+
+def test_a_step_that_raises_does_so_for_all_tasks_that_wait_for_it(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    shared = SharedEngine(engine)
+
+    def fail() -> list[TokenOutput]:
+        raise RuntimeError("a bug")
+
+    async def one(name: str) -> list[TokenOutput]:
+        with shared.inbox() as inbox:
+            inbox.submit(request(name))
+            return await inbox.receive_async()
+
+    async def both() -> list[object]:
+        return [*await asyncio.gather(one("a"), one("b"), return_exceptions=True)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", fail)
+        assert [str(error) for error in asyncio.run(both())] == ["a bug"] * 2
+    # Both have left; who comes next runs.
+    with shared.inbox() as inbox:
+        inbox.submit(request("c", 3))
+        assert receive_all(inbox) == expected(3)
+    assert engine.stats().finished == {"abort": 2, "length": 1}

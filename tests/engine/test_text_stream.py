@@ -207,6 +207,22 @@ def test_stop_string_inside_a_token_ends_the_text_inside_it(tokenizer: Tokenizer
     assert stream.text == "hel"
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, ""), (1, "abcd"), (2, "abcd"), (4, "abcd"), (5, "abcdabcd"), (6, "abcdabcd")],
+)
+def test_stop_string_is_looked_for_in_what_comes_after_min_tokens(
+    tokenizer: Tokenizer, min_tokens: int, text: str
+):
+    ids = bytewise(tokenizer, "abcdabcd")
+    _, stream, delta = stream_texts(tokenizer, ids, stop="ab", min_tokens=min_tokens)
+    assert stream.text == text
+    assert delta.finish_reason == ("length" if text == "abcdabcd" else "stop")
+    # Nor does it matter how the ids come.
+    whole = TextStream(tokenizer, SamplingParams(stop="ab", min_tokens=min_tokens))
+    assert whole.push(output(ids, "length")).text == text
+
+
 def test_stop_string_of_split_characters_is_found(tokenizer: Tokenizer):
     _, stream, delta = stream_texts(tokenizer, bytewise(tokenizer, MULTILINGUAL), stop="👧 你")
     assert stream.text == MULTILINGUAL[: MULTILINGUAL.index("👧")]
