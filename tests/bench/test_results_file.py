@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,51 @@ def test_the_commit_and_the_driver_are_first_lines(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, "run", answer)
     content = written(tmp_path)
     assert (content["commit"], content["driver"]) == ("of git", "of nvidia-smi")
+
+
+def test_ceilings_and_further_fields_stand_where_readers_look_for_them(tmp_path: Path):
+    content = written(tmp_path, ceilings={"read_gb_per_s": 4305.0}, more={"start": {"seconds": 3}})
+    assert [*content][-3:] == ["ceilings", "rows", "start"]
+    assert content["ceilings"] == {"read_gb_per_s": 4305.0}
+    assert content["start"] == {"seconds": 3}
+
+
+def test_facts_that_are_known_are_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    facts = results_file.run_facts("abc")
+    monkeypatch.setattr(results_file, "run_facts", None)
+    assert written(tmp_path, facts=facts) | facts == written(tmp_path, facts=facts)
+
+
+def test_a_write_that_breaks_off_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "new" / "folder" / "run.json"
+    before = written(tmp_path)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            written(tmp_path, rows=[])
+    assert json.loads(path.read_text(encoding="utf-8")) == before
+    written(tmp_path, rows=[])
+    assert [one.name for one in path.parent.iterdir()] == ["run.json"]
+
+
+def test_what_is_no_file_is_written_to_and_stays_what_it_is(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    # A daemon, or a failing test would wait for it forever.
+    reader = threading.Thread(
+        target=lambda: read.append(pipe.read_text(encoding="utf-8")), daemon=True
+    )
+    reader.start()
+    write_results(pipe, name="x", command="x", model={}, flags={}, rows=[])
+    reader.join(10)
+    assert json.loads(read[0])["name"] == "x"
+    assert pipe.is_fifo()
