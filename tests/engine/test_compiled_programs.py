@@ -238,18 +238,6 @@ def test_two_processes_give_the_same_greedy_ids(two_starts: list[Any]):
     assert answers == two_starts[1][2]
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning_and_the_engine_runs(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "file").write_bytes(b"")
-    config = small_engine_config(checkpoint, compilation_cache_dir=str(tmp_path / "file"))
-    with fast_compilation(), LLM.from_config(config) as llm:
-        (result,) = llm.generate([[1, 2]], use_tqdm=False)
-    assert result.error is None and len(result.outputs[0].token_ids) >= 1
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "can't be written" in said and str(tmp_path / "file") in said
-
-
 def test_the_same_prompt_in_every_row_gets_the_same_logits_in_every_row():
     requests = [request(f"r{row}", (5, 6, 7) * 9, max_tokens=30, logprobs=20) for row in range(9)]
     outputs = run(small_reopened(), *requests)

@@ -137,6 +137,21 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(engine: Continuou
     assert len(ids_of(run(engine)["same"])) == 5
 
 
+def test_an_id_may_come_back_while_a_step_of_its_last_owner_runs(engine: ContinuousBatchingEngine):
+    again = request("same", (9, 8, 7), max_tokens=20)
+    expected = alone(engine, [again])
+    engine.submit(request("same", (1, 2), max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.abort("same")
+    outputs = run(engine, again)["same"]
+    assert [output.finish_reason for output in outputs if output.finish_reason] == [
+        "abort",
+        "length",
+    ]
+    assert ids_of(outputs) == expected["same"]
+
+
 def test_a_device_failure_ends_what_runs_and_the_engine_goes_on(
     engine: ContinuousBatchingEngine, monkeypatch: pytest.MonkeyPatch
 ):

@@ -30,6 +30,7 @@ from tests.support.mixed_requests import (
     VOCABULARY_SIZE,
     fill_pools,
     pools_of,
+    preempt,
     random_prompt,
 )
 from tests.support.models import COMPILE_FAST, relative_error, tiny_params
@@ -129,14 +130,6 @@ def test_a_prompt_in_pieces_of_any_size_is_the_same_prompt(budget: int):
     top = dict(entry.top)
     assert set(top) == set(np.argsort(-expected[:VOCABULARY_SIZE])[:MAX_LOGPROBS].tolist())
     np.testing.assert_allclose(list(top.values()), expected[list(top)], atol=TOLERANCE)
-
-
-def preempt(engine: ContinuousBatchingEngine, name: str) -> None:
-    """Take a sequence's pages away, as its turn would come when the pool runs dry."""
-    before, engine._running = engine._running, None
-    if before is not None:
-        engine._take(engine.runner.collect(before))
-    engine.scheduler._preempt(engine._live[name].sequence)
 
 
 @pytest.mark.parametrize("generated", [1, 8, 31, 127])

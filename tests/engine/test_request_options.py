@@ -16,7 +16,7 @@ from tests.support.engines import (
     small_reference,
     small_reopened,
 )
-from tests.support.mixed_requests import VOCABULARY_SIZE, random_prompt, run_arriving
+from tests.support.mixed_requests import VOCABULARY_SIZE, preempt, random_prompt
 from tests.support.sampling import Row, processed
 
 # Float32 sums in another order; measured at most 4e-4 on logits of size 10.
@@ -86,21 +86,27 @@ def test_penalties_count_generated_tokens_and_repetition_the_prompts_too(
     assert ids != plain
 
 
-def test_penalties_survive_preemption_and_other_rows():
-    requests = [
-        request(name, PROMPT, max_tokens=60, **options) for name, options in PENALTIES.items()
-    ]
-    # Others come and go before them, so that their rows change.
-    others = [request(f"o{count}", PROMPT[:20], max_tokens=count) for count in (3, 9, 17, 25)]
-    # Pages for one and a half of them at their ends.
-    engine = small_reopened(num_pages=12)
-    mixed = [one for pair in zip(others, requests, strict=True) for one in pair]
-    outputs = run_arriving(engine, mixed, random.Random(5))
-    assert engine.scheduler.num_preemptions >= 2
-    for name, options in PENALTIES.items():
-        ids = ids_of(outputs[name])
-        assert len(ids) == 60
-        assert_penalised(ids, options)
+@pytest.mark.parametrize("options", PENALTIES.values(), ids=PENALTIES)
+def test_penalties_survive_preemption_and_other_rows(options: dict[str, float]):
+    engine = small_reopened()
+    # Those before it end one after the other, so that its row changes.
+    for count in (3, 30, 47):
+        engine.submit(request(f"before{count}", PROMPT[:20], max_tokens=count))
+    engine.submit(request("r", PROMPT, max_tokens=60, **options))
+    ids: list[int] = []
+    while engine.has_work():
+        ids += [
+            token_id
+            for output in engine.step()
+            if output.request_id == "r"
+            for token_id in output.token_ids
+        ]
+        live = engine._live.get("r")
+        if live is not None and live.sequence.num_sampled in (20, 40):
+            preempt(engine, "r")
+    assert engine.scheduler.num_preemptions == 2
+    assert len(ids) == 60
+    assert_penalised(ids, options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -127,3 +133,14 @@ def test_min_tokens_holds_back_the_checkpoints_own_ends():
     outputs = run(small_reopened(), asked)["r"]
     ids = ids_of(outputs)
     assert len(ids) == 33 and not ends & set(ids[:32]) and ids[32] in ends
+
+
+@pytest.mark.parametrize(("ignore_eos", "ends"), [(False, True), (True, False)])
+def test_stop_ids_of_a_request_are_beside_the_checkpoints_own(ignore_eos: bool, ends: bool):
+    own = min(small_reopened().stop_token_ids)
+    options: dict[str, Any] = {"stop_token_ids": [7], "max_tokens": 5, "ignore_eos": ignore_eos}
+    for token_id, wanted in ((own, ends), (7, True)):
+        asked = request("r", PROMPT, logit_bias={token_id: 100.0}, **options)
+        outputs = run(small_reopened(), asked)["r"]
+        assert len(ids_of(outputs)) == (1 if wanted else 5)
+        assert outputs[-1].stop_reason == (token_id if wanted else None)

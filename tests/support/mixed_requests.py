@@ -81,6 +81,14 @@ def pools_of(engine: ContinuousBatchingEngine) -> tuple[int, int]:
     return engine.scheduler.num_free_pages, engine.scheduler.num_free_slots
 
 
+def preempt(engine: ContinuousBatchingEngine, name: str) -> None:
+    """Take a sequence's pages away, as its turn would come when the pool runs dry."""
+    before, engine._running = engine._running, None
+    if before is not None:
+        engine._take(engine.runner.collect(before))
+    engine.scheduler._preempt(engine._live[name].sequence)
+
+
 def fill_pools(
     engine: ContinuousBatchingEngine,
     value: float,
