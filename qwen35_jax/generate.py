@@ -169,10 +169,9 @@ def _complete(llm: "LLM", prompt: str, params: SamplingParams) -> None:
         finish = delta.finish_reason or finish
         print(delta.text, end="", flush=True)
     print(flush=True)
-    # The first two may wait for compilation: of the prompt's program, then of the next tokens'.
     rate = ""
-    if len(times) > 2:
-        rate = f"; from the third on {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s"
+    if len(times) > 1:
+        rate = f"; then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
     if finish == "length":
         finish = f"cut off at --max-tokens {tokens}" if tokens == params.max_tokens else finish
     print(

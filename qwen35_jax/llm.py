@@ -75,10 +75,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the device memory back. The LLM can't be used after it."""
-        if self._loaded is not None:
-            self._loaded.engine.close()
-            self._loaded = None
+        """Give the device memory back. The LLM can't be used after it.
+
+        What other threads and tasks still generate ends with finish_reason "abort" and the text so
+        far.
+        """
+        self._shared.close()
+        self._loaded = None
 
     @property
     def loaded(self) -> LoadedEngine:

@@ -11,7 +11,7 @@ class CompletionOutput:
 
     text: the generated text, without a stop string or stop token that ended it.
     token_ids: the generated ids, with the stop id that ended them, if one did.
-    finish_reason: "stop", "length", "abort" or "error".
+    finish_reason: "stop", "length", or "abort" where the LLM was closed while it ran.
     stop_reason: the stop string or stop id that ended it, if one did.
     logprobs: one entry an id, when SamplingParams.logprobs asked for them.
     """

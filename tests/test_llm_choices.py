@@ -1,16 +1,18 @@
 """Several choices of a prompt, log-probabilities of the prompt itself, and streams of asyncio."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.errors import ConfigError, InvalidRequestError
 from qwen35_jax.llm import LLM
 from qwen35_jax.outputs import RequestOutput
 from qwen35_jax.sampling_params import SamplingParams
-from tests.support.engines import default_llm, fast_compilation
+from tests.support.engines import default_llm, default_reopened, fast_compilation
 
 SAMPLED = SamplingParams(temperature=1.0, seed=1, n=4, max_tokens=12, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -125,3 +127,35 @@ def test_leaving_an_async_stream_ends_its_request(llm: LLM):
     generate(llm, "Hello", GREEDY)
     assert llm.stats().finished["abort"] == aborted + 1
     assert llm.stats().running == 0
+
+
+def test_closing_while_threads_generate_ends_them_as_aborted_or_says_that_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("qwen35_jax.llm.load_engine", default_reopened)
+    long = replace(GREEDY, max_tokens=500)
+
+    def work(llm: LLM, seen: list[str]) -> None:
+        try:
+            while True:
+                seen += [
+                    output.finish_reason
+                    for result in llm.generate(["Hello"] * 2, long, use_tqdm=False)
+                    for output in result.outputs
+                ]
+        except ConfigError as error:
+            assert "this LLM is closed" in str(error)
+            seen.append("closed")
+
+    default_llm()
+    for seconds in (0.0, 0.05, 0.2):
+        llm = LLM(max_num_seqs=3)
+        seen: list[list[str]] = [[] for _ in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            ends = [threads.submit(work, llm, one) for one in seen]
+            time.sleep(seconds)
+            llm.close()
+            for end in ends:
+                end.result(60)
+        assert all(one[-1] == "closed" for one in seen)
+        assert {reason for one in seen for reason in one} <= {"length", "abort", "closed"}

@@ -179,7 +179,8 @@ class EngineProcess:
             self._closing = True
             if self._refusal is None:
                 self._wake()
-        if threading.current_thread() is not self._thread:
+        # Not alive where an interrupt came before it had started.
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _has_work(self) -> bool:

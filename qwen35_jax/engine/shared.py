@@ -12,16 +12,17 @@ from weakref import WeakKeyDictionary
 
 from qwen35_jax.engine.request import Engine, Request, TokenOutput
 from qwen35_jax.engine.stats import EngineStats
-from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.errors import ConfigError, InvalidRequestError
 
 
 class SharedEngine:
-    """All access to `engine` once this is made, but for close."""
+    """All access to `engine` once this is made."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._lock = threading.Lock()
         self._inboxes: dict[str, Inbox] = {}
+        self._is_closed = False
         # Waiting for a thread that has the lock. The garbage collector may close an inbox anywhere,
         # in the middle of a step too.
         self._unwanted: deque[str] = deque()
@@ -37,8 +38,22 @@ class SharedEngine:
         with self._lock:
             return self._engine.stats()
 
+    def close(self) -> None:
+        """End what is open as "abort" and close the engine, once a step that runs has ended. Later
+        submits raise ConfigError. May be called twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for request_id, inbox in self._inboxes.items():
+                inbox.outputs.append(TokenOutput(request_id, finish_reason="abort"))
+            self._inboxes.clear()
+            self._engine.close()
+
     def _submit(self, request: Request, inbox: "Inbox") -> None:
         with self._lock:
+            if self._is_closed:
+                raise ConfigError("this LLM is closed; make a new one")
             self._abort_unwanted()
             # A task may be cancelled while its thread waits here, which nothing cancels.
             if inbox.is_left:
@@ -69,7 +84,7 @@ class SharedEngine:
         """One step, unless there is no work, or `waiting` has outputs by now."""
         with self._lock:
             self._abort_unwanted()
-            if waiting is not None and waiting.outputs:
+            if self._is_closed or (waiting is not None and waiting.outputs):
                 return
             if not self._engine.has_work():
                 # Whatever is still open would wait for ever.
@@ -116,7 +131,7 @@ class Inbox:
         self._engine._abort(self._request_ids)
 
     def submit(self, request: Request) -> None:
-        """Raises InvalidRequestError for one that can never run."""
+        """Raises InvalidRequestError for one that can never run, ConfigError once all is closed."""
         self._request_ids.append(request.request_id)
         self._engine._submit(request, self)
 

@@ -27,7 +27,8 @@ class HostSeconds:
 class EngineStats:
     """An engine at one moment; what counts up does so since it was made.
 
-    finished: requests by finish reason. prompt_tokens, generation_tokens: processed and sampled,
+    finished: sequences by finish reason; one that a stop string ended counts as "abort", for it is
+    whoever reads the text that ends it. prompt_tokens, generation_tokens: processed and sampled,
     those of a preempted request's second time not among the latter. non_finite: requests ended
     because the model's logits were not numbers. compiles_after_ready: programs that came late.
     """

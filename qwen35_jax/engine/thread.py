@@ -146,7 +146,8 @@ class EngineThread:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        # Not alive where an interrupt came before it had started.
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -316,3 +317,23 @@ def test_without_help_of_the_kernel_the_process_ends_when_its_lifeline_does(tmp_
             assert child.wait(WAIT_SECONDS) == 1
         finally:
             child.kill()
+
+
+def test_an_interrupt_before_the_thread_has_started_leaves_an_exit_that_goes_well(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    at_exit: list[Callable[[], None]] = []
+
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        EngineProcess("never:imported", EngineConfig())
+    (close,) = at_exit
+    close()
+    # Else the program's end would: its thread, which never was, closes them.
+    engine: Any = close
+    for end in (engine.__self__._waker, engine.__self__._wakened):
+        end.close()

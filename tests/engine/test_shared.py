@@ -3,14 +3,14 @@
 import asyncio
 import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from qwen35_jax.engine.fake import FakeEngine, hashed_id
 from qwen35_jax.engine.request import Request, TokenOutput
 from qwen35_jax.engine.shared import Inbox, SharedEngine
-from qwen35_jax.errors import InvalidRequestError
+from qwen35_jax.errors import ConfigError, InvalidRequestError
 from qwen35_jax.sampling_params import SamplingParams
 
 VOCABULARY = 1000
@@ -316,3 +316,46 @@ def test_a_step_that_raises_does_so_for_all_tasks_that_wait_for_it(
         inbox.submit(request("c", 3))
         assert receive_all(inbox) == expected(3)
     assert engine.stats().finished == {"abort": 2, "length": 1}
+
+
+def test_close_waits_for_the_step_that_runs_and_ends_the_rest(engine: FakeEngine):
+    shared = SharedEngine(engine)
+    in_step, may_end = threading.Event(), threading.Event()
+    step, closed_in_step = engine.step, []
+
+    def slow_step() -> list[TokenOutput]:
+        in_step.set()
+        assert may_end.wait(30)
+        outputs = step()
+        closed_in_step.append(engine._closed)
+        return outputs
+
+    engine.step = slow_step
+
+    def one(name: str) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        with shared.inbox() as inbox:
+            inbox.submit(request(name, max_tokens=4000))
+            while received := inbox.receive():
+                outputs += received
+        return outputs
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(one, f"r{number}") for number in range(3)]
+        assert in_step.wait(30)
+        closing = threads.submit(shared.close)
+        may_end.set()
+        closing.result(30)
+        found = [future.result(30) for future in running if not _was_refused(future)]
+    assert closed_in_step and not any(closed_in_step)
+    assert found and all(outputs[-1].finish_reason == "abort" for outputs in found)
+    shared.close()
+    with shared.inbox() as inbox:
+        with pytest.raises(ConfigError, match="this LLM is closed"):
+            inbox.submit(request("late"))
+        assert inbox.receive() == []
+
+
+def _was_refused(future: Future[list[TokenOutput]]) -> bool:
+    """Submitted after the close, as a thread may that starts late."""
+    return isinstance(future.exception(30), ConfigError)

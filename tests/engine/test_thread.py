@@ -332,3 +332,19 @@ def test_work_that_no_step_moves_counts_as_stuck_until_one_does():
 def test_seconds_that_nothing_can_be_stuck_for_are_refused(seconds: Any):
     with pytest.raises(ConfigError, match="stuck_after_seconds must be a positive number"):
         EngineThread(CountingEngine(), stuck_after_seconds=seconds)
+
+
+def test_an_interrupt_before_the_thread_has_started_leaves_an_exit_that_goes_well(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    at_exit: list[Callable[[], None]] = []
+
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        EngineThread(FakeEngine(vocabulary_size=9))
+    (close,) = at_exit
+    close()
